@@ -1,0 +1,27 @@
+"""Tiers by folder, one time limit per test, and an environment that keeps tests on the loopback and on one thread."""
+
+import os
+
+# Before torch is imported anywhere: gloo would otherwise resolve the host name, and each rank would take all cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+
+TIERS = {"unit": 60, "integration": 300}
+"""Folder below tests/, which is also the marker, and the seconds a test of it may take unless it says otherwise."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        tier = item.path.relative_to(root).parts[0]
+        if tier not in TIERS:
+            raise pytest.UsageError(f"{item.path}: tests live in one of {sorted(TIERS)} below tests/")
+        item.add_marker(tier)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIERS[tier]))

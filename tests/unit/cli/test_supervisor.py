@@ -1,0 +1,135 @@
+"""Restart delays and bounds with a scripted clock and scripted children: no process, no sleep."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
+from torchtitan_diloco.cli.run import parse_ranks, split_overrides
+from torchtitan_diloco.errors import UserError
+
+
+class DyingChild:
+    """Ends with code 1 as soon as it is looked at."""
+
+    log = Path("island.log")
+
+    def poll(self) -> int:
+        return 1
+
+    def kill_tree(self) -> None:
+        pass
+
+    def log_tail(self) -> str:
+        return "boom"
+
+
+class Clock:
+    """Moves only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.t = 1000.0
+
+    def now(self) -> float:
+        return self.t
+
+    def sleep(self, seconds: float) -> None:
+        self.t += seconds
+
+
+def supervise(
+    folder: Path, max_restarts: int, progress_at_start: set[int] | None = None
+) -> tuple[Island, list[float]]:
+    """Run one island that always dies; its start times. At the starts of `progress_at_start` it reaches a new step."""
+    clock, starts = Clock(), []
+    island = Island(0, 1, folder)
+
+    def start(island: Island) -> DyingChild:
+        starts.append(clock.t)
+        if len(starts) in (progress_at_start or set()):
+            event = {"t": clock.t, "event": "inner", "step": len(starts), "incarnation": "i", "loss": 1.0}
+            with (folder / "events.jsonl").open("a") as file:
+                file.write(json.dumps(event) + "\n")
+        return DyingChild()
+
+    Supervisor(
+        [island],
+        start=start,  # type: ignore[arg-type]
+        max_restarts=max_restarts,
+        stop=StopRequests(),
+        tell=lambda message: None,
+        now=clock.now,
+        sleep=clock.sleep,
+    ).run()
+    return island, starts
+
+
+def test_restart_delays_double_from_one_second_to_thirty(tmp_path: Path) -> None:
+    island, starts = supervise(tmp_path, max_restarts=7)
+    delays = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    assert delays == pytest.approx([1, 2, 4, 8, 16, 30, 30], abs=0.4)
+    assert island.phase is Phase.FAILED and island.restarts == 7
+
+
+def test_progress_starts_the_count_of_restarts_anew(tmp_path: Path) -> None:
+    island, starts = supervise(tmp_path, max_restarts=2, progress_at_start={2, 4})
+    assert len(starts) == 6, "start 2 and start 4 got further, then two restarts in vain"
+    assert island.phase is Phase.FAILED
+
+
+def test_repeating_steps_that_were_reached_before_is_no_progress(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        json.dumps({"t": 1, "event": "inner", "step": 50, "incarnation": "a"}) + "\n"
+    )
+    _, starts = supervise(tmp_path, max_restarts=2, progress_at_start={1, 2, 3})
+    assert len(starts) == 3
+
+
+def test_a_state_of_an_earlier_incarnation_does_not_count(tmp_path: Path) -> None:
+    island = Island(0, 1, tmp_path, incarnation="new", launched_at=100.0)
+    state = {"state": "fatal", "incarnation": "old", "t": 99.0}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert island.state() is None
+    (tmp_path / "state.json").write_text(json.dumps(state | {"t": 101.0}))
+    assert island.state() is not None
+
+
+def test_stop_signals_close_to_one_another_are_one_request() -> None:
+    clock = Clock()
+    stop = StopRequests(now=clock.now)
+    for pause in (0.0, 0.5, 1.1):
+        clock.sleep(pause)
+        stop.receive()
+    assert stop.count == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", [1, 1, 1]), ("2,1,4", [2, 1, 4]), (" 2 , 1,1", [2, 1, 1])]
+)
+def test_ranks_are_one_number_or_one_per_island(text: str, expected: list[int]) -> None:
+    assert parse_ranks(text, 3) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "1,2", "a", "", "1,,1", "-1"])
+def test_other_ranks_are_refused_naming_the_option(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--ranks"):
+        parse_ranks(text, 3)
+
+
+def test_settings_are_told_from_the_commands_own_options() -> None:
+    own, overrides = split_overrides(
+        [
+            "--training.steps",
+            "5",
+            "--debug.deterministic",
+            "f.toml",
+            "--ranks",
+            "2",
+            "--optimizer.lr=1e-3",
+            "--fresh",
+        ]
+    )
+    assert own == ["f.toml", "--ranks", "2", "--fresh"]
+    assert overrides == ["--training.steps", "5", "--debug.deterministic", "--optimizer.lr=1e-3"]

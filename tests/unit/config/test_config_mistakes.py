@@ -1,0 +1,345 @@
+"""Every mistake in a configuration is reported, all at once, with its place and the remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from torchtitan_diloco.config.load import ConfigError, load_config
+from torchtitan_diloco.config.retired import HARMLESS, RETIRED
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return [p.replace(str(file), "FILE") for p in caught.value.problems]
+
+
+ONE_MISTAKE = {
+    "typo in a key": (
+        "[semi_sync]\nsync_evry = 3",
+        "FILE:2: semi_sync.sync_evry: unknown key; did you mean semi_sync.sync_every?",
+    ),
+    "typo in a key of a nested table": (
+        "[semi_sync.outer]\nmomentun = 0.5",
+        "FILE:2: semi_sync.outer.momentun: unknown key; did you mean semi_sync.outer.momentum?",
+    ),
+    "hyphen for underscore": (
+        "[training]\nlocal-batch-size = 4",
+        "FILE:2: training.local-batch-size: unknown key; did you mean training.local_batch_size?",
+    ),
+    "key of another section": (
+        "[training]\nwarmup_steps = 3",
+        "FILE:2: training.warmup_steps: unknown key; did you mean lr_scheduler.warmup_steps?",
+    ),
+    "key of two other sections": (
+        "[training]\n\nlr = 3.0",
+        "FILE:3: training.lr: unknown key; did you mean optimizer.lr or semi_sync.outer.lr?",
+    ),
+    "key of a sub-table": (
+        "[semi_sync]\nnesterov = true",
+        "FILE:2: semi_sync.nesterov: unknown key; did you mean semi_sync.outer.nesterov?",
+    ),
+    "key unlike any other": (
+        "[transport]\nzzzzz = 1",
+        "FILE:2: transport.zzzzz: unknown key; [transport] has: kind, exchange_timeout_s",
+    ),
+    "key outside of every section": (
+        "sync_every = 3\n",
+        "FILE:1: sync_every: unknown key; did you mean semi_sync.sync_every?",
+    ),
+    "typo in a section": (
+        "[trainign]\nsteps = 3",
+        "FILE:1: trainign: unknown section; did you mean [training]?",
+    ),
+    "sub-table at the top": (
+        "[outer]\nlr = 1",
+        "FILE:1: outer: unknown section; did you mean [semi_sync.outer]?",
+    ),
+    "typo in a sub-table": (
+        "[semi_sync.otuer]\nlr = 1",
+        "FILE:1: semi_sync.otuer: unknown section; did you mean [semi_sync.outer]?",
+    ),
+    "typo in an array of tables": (
+        "[[data.source]]\npath = 'x'",
+        "FILE:1: data.source: unknown section; did you mean [[data.sources]]?",
+    ),
+    "string for an integer": (
+        '[training]\nsteps = "64"',
+        'FILE:2: training.steps: must be an integer, got a string ("64"); write 64 without quotes',
+    ),
+    "words for an integer": (
+        '[training]\nsteps = "many"',
+        'FILE:2: training.steps: must be an integer, got a string ("many")',
+    ),
+    "boolean for an integer": (
+        "[training]\nsteps = true",
+        "FILE:2: training.steps: must be an integer, got a boolean (true)",
+    ),
+    "boolean for a number": (
+        "[optimizer]\nlr = false",
+        "FILE:2: optimizer.lr: must be a number, got a boolean (false)",
+    ),
+    "integer for a boolean": (
+        "[checkpoint]\nenable = 1",
+        "FILE:2: checkpoint.enable: must be true or false, got an integer (1)",
+    ),
+    "string for a boolean": (
+        '[checkpoint]\nenable = "true"',
+        'FILE:2: checkpoint.enable: must be true or false, got a string ("true"); write true without quotes',
+    ),
+    "float for an integer": (
+        "[training]\nsteps = 1e3",
+        "FILE:2: training.steps: must be an integer, got a float (1000.0)",
+    ),
+    "number for a string": ("[model]\nname = 3", "FILE:2: model.name: must be a string, got an integer (3)"),
+    "string for a list": (
+        '[compile]\ncomponents = "model"',
+        'FILE:2: compile.components: must be an array, got a string ("model")',
+    ),
+    "wrong item in a list": (
+        '[compile]\ncomponents = ["model",\n 3]',
+        "FILE:2: compile.components: item 2 must be a string, got an integer (3)",
+    ),
+    "table for a value": ("[optimizer.lr]\nx = 1", "FILE:1: optimizer.lr: must be a number, got a table"),
+    "date for a value": (
+        "[training]\nsteps = 1979-05-27 07:32:00",
+        "FILE:2: training.steps: must be an integer, got a date or time",
+    ),
+    "value for a table": (
+        "training = 3",
+        "FILE:1: training: must be a table, written [training], got an integer (3)",
+    ),
+    "value for an array of tables": (
+        '[data]\nsources = "x"',
+        'FILE:2: data.sources: must be an array of tables, written [[data.sources]], got a string ("x")',
+    ),
+    "not a number": ("[optimizer]\nlr = nan", "FILE:2: optimizer.lr: must be a finite number, got nan"),
+    "infinite": ("[optimizer]\nlr = inf", "FILE:2: optimizer.lr: must be a finite number, got inf"),
+    "huge integer": (f"[debug]\nseed = {1 << 63}", "FILE:2: debug.seed: must fit in 64 bits"),
+    "wrong choice": (
+        '[semi_sync.merge]\nweight = "token"',
+        'FILE:2: semi_sync.merge.weight: must be "tokens", "steps" or "equal", got "token"; did you mean "tokens"?',
+    ),
+    "range, integer": (
+        "[semi_sync]\nsync_every = 0",
+        "FILE:2: semi_sync.sync_every: must be at least 1, got 0",
+    ),
+    "range, number": (
+        "[semi_sync]\nouter.momentum = 1",
+        "FILE:2: semi_sync.outer.momentum: must be at least 0 and less than 1, got 1.0",
+    ),
+    "range with an exception": (
+        "[checkpoint]\nkeep_latest_k = 1",
+        "FILE:2: checkpoint.keep_latest_k: must be at least 2 or 0, got 1",
+    ),
+    "empty name of a registry": (
+        '[transport]\nkind = " "',
+        'FILE:2: transport.kind: must be a non-empty string, got " "',
+    ),
+    "name that is a path": (
+        '[job]\nname = "a/b"',
+        'FILE:2: job.name: must be a plain name, not a path, got "a/b"',
+    ),
+    "rule between settings": (
+        "[lighthouse]\nheartbeat_timeout_s = 0.5",
+        "FILE:2: lighthouse.heartbeat_interval_s: (0.5 s) must be less than lighthouse.heartbeat_timeout_s (0.5 s)",
+    ),
+    "schedule shorter than the run": (
+        "[lr_scheduler]\ntotal_steps = 5\n[training]\nsteps = 9",
+        "FILE:2: lr_scheduler.total_steps: (5) is less than training.steps (9)",
+    ),
+    "missing key of an array of tables": (
+        "[[data.sources]]\npath = 'a'\n[[data.sources]]\nweight = 2",
+        "FILE:3: data.sources[1].path: is missing",
+    ),
+    "typo in an entry of an array of tables": (
+        "[[data.sources]]\npath = 'a'\nwieght = 2",
+        "FILE:3: data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
+    ),
+    "range in an inline table": (
+        "[data]\nsources = [\n  {path = 'a'},\n  {path = 'b', weight = 0},\n]",
+        "FILE:4: data.sources[1].weight: must be greater than 0, got 0.0",
+    ),
+    "retired key": (
+        "[model]\ntokenizer_path = 'x'",
+        "FILE:2: model.tokenizer_path: gone in TorchTitan 0.3: use model.hf_assets_path",
+    ),
+    "retired value": (
+        '[activation_checkpoint]\nselective_ac_option = "2"',
+        'FILE:2: activation_checkpoint.selective_ac_option: gone in TorchTitan 0.3: only "op" exists',
+    ),
+    "retired section": (
+        "[quantize.linear.float8]\nx = 1",
+        "FILE:1: quantize: gone in TorchTitan 0.3: not supported",
+    ),
+    "syntax": ("[training]\nsteps = \n", "FILE:2: is not valid TOML: Invalid value (column 9)"),
+    "key twice": (
+        "[training]\nsteps = 1\nsteps = 2\n",
+        "FILE:3: is not valid TOML: Cannot overwrite a value",
+    ),
+    "unfinished string": ('[training]\ndataset = """x\n\n', "FILE:4: is not valid TOML: Unterminated string"),
+    "line break in a key": ('[training]\n"a\\nb" = 1', "FILE:2: training.a\\nb: unknown key"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), ONE_MISTAKE.values(), ids=ONE_MISTAKE.keys())
+def test_a_mistake_is_one_line_with_file_line_key_and_remedy(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    found = problems(tmp_path, text)
+    assert len(found) == 1
+    assert found[0].startswith(expected)
+    assert "\n" not in found[0]
+
+
+COMMAND_LINE = {
+    "typo": (["--optimizer.lrr=3"], "optimizer.lrr: unknown key; did you mean optimizer.lr?"),
+    "typo with a value": (["--optimizer.lrr", "3"], "optimizer.lrr: unknown key; did you mean optimizer.lr?"),
+    "wrong section": (
+        ["--training.warmup_steps", "3"],
+        "training.warmup_steps: unknown key; did you mean lr_sch",
+    ),
+    "unknown section": (
+        ["--trainign.steps", "3"],
+        "trainign.steps: unknown key; did you mean training.steps",
+    ),
+    "type": (["--training.steps", "3.0"], 'training.steps: must be an integer, got "3.0"'),
+    "number": (["--optimizer.lr", "fast"], 'optimizer.lr: must be a number, got "fast"'),
+    "not finite": (["--optimizer.lr", "nan"], "optimizer.lr: must be a finite number, got nan"),
+    "boolean": (["--checkpoint.enable=yes"], 'checkpoint.enable: must be true or false, got "yes"'),
+    "choice": (
+        ["--training.dtype", "float16"],
+        'training.dtype: must be "bfloat16" or "float32", got "float16"',
+    ),
+    "range": (["--island.id", "-1"], "island.id: must be at least 0, got -1"),
+    "value missing at the end": (["--training.steps"], "training.steps: a value is missing"),
+    "value missing in between": (
+        ["--training.steps", "--debug.deterministic"],
+        "training.steps: a value is missing",
+    ),
+    "stray argument": (["steps"], "steps: unexpected argument"),
+    "section": (["--training", "3"], "training: is a section; settings are written --training.KEY value"),
+    "retired": (["--model.converters", "float8"], "model.converters: gone in TorchTitan 0.3: not supported"),
+    "second file": (["--job.config_file", "b.toml"], "job.config_file: the file is given already"),
+    "negated non-boolean": (
+        ["--no-training.steps"],
+        "no_training.steps: unknown key; did you mean training.steps",
+    ),
+    "negation with a value": (["--no-checkpoint.enable=true"], "checkpoint.enable: takes no value"),
+    "broken JSON": (["--data.sources", "[{]"], "data.sources: is not valid JSON"),
+    "JSON of the wrong shape": (["--data.sources", "[3]"], "data.sources[0]: must be a table"),
+    "typo in JSON": (
+        ["--data.sources", '[{"path": "a", "wieght": 1.0}]'],
+        "data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
+    ),
+    "range in JSON": (
+        ["--data.sources", '[{"path": "a", "weight": -1}]'],
+        "data.sources[0].weight: must be greater than 0, got -1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "expected"), COMMAND_LINE.values(), ids=COMMAND_LINE.keys())
+def test_mistakes_on_the_command_line_say_so(tmp_path: Path, argv: list[str], expected: str) -> None:
+    found = problems(tmp_path, "[[data.sources]]\npath = 'z'\n", *argv)
+    assert len(found) == 1
+    assert found[0].startswith(f"command line: {expected}")
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file_then_the_command_line(tmp_path: Path) -> None:
+    text = "\n".join(
+        pair[0] for name, pair in ONE_MISTAKE.items() if name in ("typo in a key", "wrong choice")
+    )
+    found = problems(
+        tmp_path,
+        text + '\n[training]\nsteps = "3"\nseq_len = 0\n[trainign]\n',
+        "--island.port",
+        "70000",
+        "--optimizer.lrr=1",
+    )
+    assert [p.partition(": ")[0] for p in found] == ["FILE:2", "FILE:4", "FILE:6", "FILE:7", "FILE:8"] + [
+        "command line"
+    ] * 2
+
+
+def test_a_range_is_judged_after_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 0")
+    assert load_config(file, ["--training.steps", "4"]).config.training.steps == 4
+
+
+def test_rules_are_silent_about_settings_that_are_already_wrong(tmp_path: Path) -> None:
+    text = '[lighthouse]\nheartbeat_interval_s = "9"\nheartbeat_timeout_s = 0.1'
+    assert len(problems(tmp_path, text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "no such file or directory"), (b"\xff\xfe\x00", "is not UTF-8 text")],
+    ids=["missing", "binary"],
+)
+def test_unreadable_files(tmp_path: Path, content: bytes | None, expected: str) -> None:
+    file = tmp_path / "x.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["--trainign.steps", "1"])
+    assert len(caught.value.problems) == 2
+    assert caught.value.problems[0].startswith(f"{file}: ")
+    assert expected in caught.value.problems[0]
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(tmp_path)
+
+
+def test_deeply_nested_text_is_refused_not_a_crash(tmp_path: Path) -> None:
+    assert "is not valid TOML" in problems(tmp_path, "a = " + "[" * 5000)[0]
+    assert "is not valid TOML" in problems(tmp_path, "a = " + "9" * 5000)[0]
+
+
+@pytest.mark.parametrize("key", sorted(RETIRED))
+def test_every_retired_key_is_refused_with_its_remedy(tmp_path: Path, key: str) -> None:
+    section, _, leaf = key.rpartition(".")
+    text = f'[{section}]\n{leaf} = "some value"' if section else f"[{key}]\nx = 1"
+    assert RETIRED[key] in problems(tmp_path, text)[0]
+
+
+def test_retired_keys_are_accepted_with_a_note_where_they_change_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    for key, values in HARMLESS.items():
+        section, _, leaf = key.rpartition(".")
+        for value in values:
+            file.write_text(tomli_w.dumps({section: {leaf: value}}))
+            assert f"{key} at {file}:2 has no effect" in load_config(file).notes[0]
+
+
+def test_validate_answers_in_two_seconds_without_importing_torch(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("[training]\nstep = 1\n")
+    code = (
+        "import sys\n"
+        "from torchtitan_diloco.cli import dispatch\n"
+        f"code = dispatch(['validate', {str(file)!r}])\n"
+        "heavy = {'torch', 'numpy', 'torchtitan', 'torchft', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=10, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"error: {file}:2: training.step: unknown key; did you mean training.steps?\n"
+
+
+def test_a_mistake_is_answered_within_two_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("[training]\nstep = 1\n")
+    command = [sys.executable, "-m", "torchtitan_diloco", "validate", str(file)]
+    # The time-out is the assertion: it raises.
+    assert subprocess.run(command, capture_output=True, timeout=2, check=False).returncode == 2

@@ -1,0 +1,1 @@
+"""The local launcher's parts: run folder, child processes, supervision, live table."""

@@ -1,0 +1,190 @@
+"""One local run from its resolved configuration to its exit code."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
+from torchtitan_diloco.cli.lighthouse import require_torchft
+from torchtitan_diloco.cli.local.command import INCARNATION, Launch, torchrun_command, trainer_environment
+from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_same_data
+from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
+from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback, require_reachable
+from torchtitan_diloco.cli.local.processes import Child, sweep
+from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
+from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
+from torchtitan_diloco.config.load import to_toml
+from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.tokenizer import tokenizer_digest
+from torchtitan_diloco.observe.reading import anchor_agreement
+from torchtitan_diloco.process import adopt_orphans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line asks for."""
+
+    config: RunConfig
+    ranks: list[int]
+    """Processes of each island."""
+    max_restarts: int
+    fresh: bool
+
+
+def prepare_data(config: RunConfig) -> DataIdentity:
+    """Prepare every source that is not there yet, once, before islands could race for it. Raises UserError."""
+    from torchtitan_diloco.data.manifest import load_manifest
+    from torchtitan_diloco.data.prepare import ensure_prepared
+
+    tokenizer = tokenizer_digest(config.model.hf_assets_path)
+    for source in config.data.sources:
+        ensure_prepared(
+            source.path, source.prepare_from, config.model.hf_assets_path, config.training.seq_len
+        )
+    manifests = [load_manifest(source.path).digest for source in config.data.sources]
+    return DataIdentity(manifests=manifests, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edges:
+    """Where the launcher meets what it does not own; tests put other things there."""
+
+    command: Callable[[Launch], list[str]] = torchrun_command
+    prepare: Callable[[RunConfig], DataIdentity] = prepare_data
+    console: Console = field(default_factory=make_console)
+
+
+def launch(request: Request, edges: Edges) -> int:
+    """Run all islands to their end and return the exit code.
+
+    Raises UserError for what the user can put right before anything was started; nothing is left behind then.
+    """
+    config = request.config
+    needs_lighthouse = config.semi_sync.method != "none"
+    if needs_lighthouse and config.lighthouse.address:
+        require_reachable(config.lighthouse.address)
+    elif needs_lighthouse:
+        require_torchft()
+    folder = RunFolder(Path(config.job.dump_folder) / config.job.name)
+    try:
+        decision = decide(folder, config, fresh=request.fresh)
+        data = edges.prepare(config)
+        if decision.plan is Plan.CONTINUE and decision.earlier is not None:
+            require_same_data(decision.earlier, data)
+    except BaseException:
+        folder.abandon()
+        raise
+    stop = StopRequests()
+    stop.install()
+    try:
+        run_id = _settle(folder, request, decision, data, edges.console)
+        return _supervise(folder.path, request, run_id, stop, edges)
+    finally:
+        sweep()
+        folder.close()
+
+
+def _settle(
+    folder: RunFolder, request: Request, decision: Decision, data: DataIdentity, console: Console
+) -> str:
+    """Make the folder ready, say what becomes of an earlier run, and return the run's id."""
+    config = request.config
+    if decision.plan is Plan.ASIDE:
+        say(console, f"{decision.why}; moved aside to {folder.move_aside()}, starting anew")
+    elif decision.plan is Plan.CONTINUE:
+        say(console, decision.why)
+    config_text = to_toml(config)
+    record = run_record(
+        name=config.job.name,
+        config_text=config_text,
+        data=data,
+        ranks=request.ranks,
+        earlier=decision.earlier if decision.plan is Plan.CONTINUE else None,
+        now=time.time(),
+    )
+    folder.write(config_text, record)
+    return str(record["run_id"])
+
+
+def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, edges: Edges) -> int:
+    config, console = request.config, edges.console
+    adopt_orphans()
+    lighthouse = None
+    address = config.lighthouse.address
+    if config.semi_sync.method == "none":
+        address = ""
+    elif not address:
+        lighthouse = LocalLighthouse(
+            folder,
+            join_timeout_s=config.lighthouse.join_timeout_s,
+            heartbeat_timeout_s=config.lighthouse.heartbeat_timeout_s,
+        )
+        address = lighthouse.address
+
+    def start(island: Island) -> Child:
+        incarnation = Launch(
+            island=island.number,
+            ranks=island.ranks,
+            incarnation=island.incarnation,
+            run_id=run_id,
+            config_file=folder / CONFIG,
+            lighthouse=address,
+        )
+        environment = trainer_environment(
+            incarnation,
+            os.environ,
+            total_ranks=sum(request.ranks),
+            loopback_only=not address or is_loopback(address),
+        )
+        return Child(
+            edges.command(incarnation),
+            environment=environment,
+            log=island.folder / "logs" / f"{island.incarnation}.log",
+            mark=(INCARNATION, island.incarnation),
+        )
+
+    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in enumerate(request.ranks)]
+    header = f"run folder {folder} | Lighthouse {address or 'none'}"
+    with View(console, islands, header=header, steps=config.training.steps) as view:
+
+        def each_tick() -> None:
+            if lighthouse is not None and (news := lighthouse.keep_alive()):
+                view.tell(news)
+            view.refresh()
+
+        supervisor = Supervisor(
+            islands,
+            start=start,
+            max_restarts=request.max_restarts,
+            stop=stop,
+            tell=view.tell,
+            each_tick=each_tick,
+        )
+        try:
+            supervisor.run()
+        finally:
+            supervisor.kill()
+            if lighthouse is not None:
+                lighthouse.stop()
+    agreement = anchor_agreement({island.number: island.figures for island in islands})
+    # A reader that has gone away (`run | head`) changes nothing about how the run ended.
+    with contextlib.suppress(OSError):
+        print_closing(console, islands, agreement, folder)
+    return _exit_code(supervisor, equal=agreement.equal)
+
+
+def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
+    phases = {island.phase for island in supervisor.islands}
+    if Phase.FATAL in phases:
+        # An island that knows its end gives the reason, and the reason is the user's to put right.
+        return (
+            EXIT_USAGE if any(i.reason for i in supervisor.islands if i.phase is Phase.FATAL) else EXIT_FAILED
+        )
+    if Phase.FAILED in phases or supervisor.killed or not equal:
+        return EXIT_FAILED
+    return EXIT_DONE if phases == {Phase.DONE} else EXIT_RESUMABLE

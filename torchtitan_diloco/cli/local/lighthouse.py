@@ -1,0 +1,133 @@
+"""The Lighthouse of a local run: our own as a child on a free port, or a given one that must answer."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torchtitan_diloco.cli.local.processes import Child
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.process import LAUNCHER_PID
+
+START_WAIT_S = 60.0
+REACH_WAIT_S = 3.0
+RESTART_DELAY_S = 1.0
+_MARK = "TORCHTITAN_DILOCO_LIGHTHOUSE"
+
+
+class LocalLighthouse:
+    """Our own Lighthouse, a child process; started again on the same port should it die."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        join_timeout_s: float,
+        heartbeat_timeout_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._options = [
+            *("--min-replicas", "1"),
+            *("--join-timeout-ms", str(round(join_timeout_s * 1000))),
+            *("--heartbeat-timeout-ms", str(round(heartbeat_timeout_s * 1000))),
+        ]
+        self._now = now
+        self._start_again_at: float | None = None
+        self._port = 0
+        self._child = self._start()
+        self._port = self._wait_for_port()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def keep_alive(self) -> str | None:
+        """Start it again if it died; returns what happened, for people, or None."""
+        if self._start_again_at is not None:
+            if self._now() >= self._start_again_at:
+                self._start_again_at = None
+                self._child = self._start()
+                return "Lighthouse started again"
+        elif (code := self._child.poll()) is not None:
+            self._start_again_at = self._now() + RESTART_DELAY_S
+            return f"Lighthouse ended with code {code}, see {self._child.log}; starting it again"
+        return None
+
+    def stop(self) -> None:
+        self._child.kill_tree()
+
+    @property
+    def _port_file(self) -> Path:
+        return self._folder / f".lighthouse-port.{os.getpid()}"
+
+    def _start(self) -> Child:
+        mark = (_MARK, str(self._folder))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHFT_")}
+        environment |= {"PYTHONUNBUFFERED": "1", LAUNCHER_PID: str(os.getpid()), mark[0]: mark[1]}
+        return Child(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "torchtitan_diloco",
+                    "lighthouse",
+                    "--bind",
+                    f"127.0.0.1:{self._port}",
+                ),
+                *(*self._options, "--port-file", str(self._port_file)),
+            ],
+            environment=environment,
+            log=self._folder / "lighthouse.log",
+            mark=mark,
+        )
+
+    def _wait_for_port(self) -> int:
+        deadline = self._now() + START_WAIT_S
+        try:
+            while not self._port_file.exists():
+                if (code := self._child.poll()) is not None or self._now() > deadline:
+                    self._child.kill_tree()
+                    what = (
+                        f"ended with code {code}"
+                        if code is not None
+                        else f"did not listen within {START_WAIT_S:.0f} s"
+                    )
+                    raise UserError(
+                        f"lighthouse.address is empty, so a Lighthouse was started here, but it {what}; "
+                        f"last lines of {self._child.log}:\n{self._child.log_tail(6)}"
+                    )
+                time.sleep(0.05)
+            return int(self._port_file.read_text())
+        finally:
+            self._port_file.unlink(missing_ok=True)
+
+
+def require_reachable(address: str, wait_s: float = REACH_WAIT_S) -> None:
+    """Raise UserError, naming lighthouse.address, unless something accepts connections at http://HOST:PORT."""
+    try:
+        parts = urlsplit(address if "//" in address else f"http://{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise UserError(
+            f'lighthouse.address: {address!r} is not an address; give http://HOST:PORT, or "" for one of our own'
+        )
+    try:
+        socket.create_connection((host, port), timeout=wait_s).close()
+    except OSError as error:
+        raise UserError(
+            f"lighthouse.address: nothing answers at {address} ({error.strerror or error}); start "
+            f"`torchtitan-diloco lighthouse --bind {host}:{port}` there, correct the address, "
+            'or set it to "" and `run` starts one'
+        ) from None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address can only be reached from this machine, so every peer is here."""
+    host = urlsplit(address if "//" in address else f"http://{address}").hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

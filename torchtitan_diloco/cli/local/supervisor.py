@@ -1,0 +1,262 @@
+"""Keeps the islands of a local run going: start, bounded restart, drain, stop. It decides; the view speaks."""
+
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from torchtitan_diloco.cli.local.processes import Child
+from torchtitan_diloco.observe.reading import EventTail, IslandFigures, IslandState, read_state
+
+TICK_S = 0.1
+FIRST_RESTART_DELAY_S = 1.0
+LONGEST_RESTART_DELAY_S = 30.0
+FATAL_GRACE_S = 15.0
+"""How long the other islands may take to save once the run is lost."""
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    DONE = "done"
+    RESUME = "resume"
+    """Saved its state and left before the end."""
+    STOPPED = "stopped"
+    """Ended by a stop before it could save; its last checkpoint counts."""
+    FAILED = "failed"
+    """Out of restarts."""
+    FATAL = "fatal"
+    """Said itself that another start would end the same way."""
+
+    @property
+    def over(self) -> bool:
+        return self not in (Phase.STARTING, Phase.RUNNING, Phase.RESTARTING)
+
+
+@dataclass(slots=True)
+class Island:
+    """One island as the launcher knows it."""
+
+    number: int
+    ranks: int
+    folder: Path
+    phase: Phase = Phase.STARTING
+    incarnation: str = ""
+    figures: IslandFigures = field(default_factory=IslandFigures)
+    reason: str = ""
+    restarts: int = 0
+    failures: int = 0
+    """Ends in a row without progress."""
+    restart_at: float = 0.0
+    launched_at: float = 0.0
+    child: Child | None = None
+    signalled: set[int] = field(default_factory=set)
+    """Process ids that were told to drain."""
+    tail: EventTail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tail = EventTail(self.folder / "events.jsonl")
+        # What an earlier incarnation reached is history, not progress of this one.
+        self.figures.add(self.tail.read())
+
+    def state(self) -> IslandState | None:
+        """What the present incarnation wrote into state.json; None while the file is from an earlier one."""
+        state = read_state(self.folder)
+        if state is None or (state.incarnation != self.incarnation and state.t < self.launched_at):
+            return None
+        return state
+
+
+class StopRequests:
+    """Counts the stop signals this process received: one means drain, two mean kill.
+
+    Signals within `MERGED_S` of one another are one request: `timeout` and terminals signal a process and its group.
+    """
+
+    MERGED_S = 1.0
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0
+        self._now = now
+        self._last = -float("inf")
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup ignores SIGHUP on purpose. An ignored SIGINT is only what shells do to background jobs.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: self.receive())
+
+    def receive(self) -> None:
+        if self._now() - self._last > self.MERGED_S:
+            self.count += 1
+            self._last = self._now()
+
+
+class Supervisor:
+    """Runs islands to their end. All processes are started from the thread that calls `run`."""
+
+    def __init__(
+        self,
+        islands: Sequence[Island],
+        *,
+        start: Callable[[Island], Child],
+        max_restarts: int,
+        stop: StopRequests,
+        tell: Callable[[str], None],
+        each_tick: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`start` makes the child of one incarnation, `tell` takes words, `each_tick` runs every `TICK_S`."""
+        self.islands = list(islands)
+        self.draining = False
+        self.killed = False
+        self._start_child = start
+        self._max_restarts = max_restarts
+        self._stop = stop
+        self._tell = tell
+        self._each_tick = each_tick
+        self._now = now
+        self._sleep = sleep
+        self._kill_at: float | None = None
+
+    def run(self) -> None:
+        """Return when every island is over."""
+        for island in self.islands:
+            if self._stop.count:
+                island.phase = Phase.STOPPED
+            else:
+                self._start(island)
+        while not all(island.phase.over for island in self.islands):
+            self._obey()
+            for island in self.islands:
+                self._look_after(island)
+            self._each_tick()
+            self._sleep(TICK_S)
+
+    def kill(self) -> None:
+        """SIGKILL whatever still runs."""
+        for island in self.islands:
+            if island.child is not None:
+                island.child.kill_tree()
+            if not island.phase.over:
+                island.phase = Phase.STOPPED
+
+    def _obey(self) -> None:
+        if self._stop.count and not self.draining:
+            self.draining = True
+            self._tell(
+                "stopping: each island finishes its step and saves; press Ctrl-C again to kill them now"
+            )
+        fatal = next((i for i in self.islands if i.phase is Phase.FATAL), None)
+        if fatal is not None and self._kill_at is None:
+            self._tell(
+                f"island {fatal.number} cannot go on: {fatal.reason or 'no reason given'}; stopping the run"
+            )
+            self.draining = True
+            self._kill_at = self._now() + FATAL_GRACE_S
+        if self._stop.count > 1 or (self._kill_at is not None and self._now() >= self._kill_at):
+            self.killed = True
+            self.kill()
+        elif self.draining:
+            for island in self.islands:
+                self._drain(island)
+
+    def _drain(self, island: Island) -> None:
+        """Signal the workers themselves: torchrun, when signalled, kills them 30 s later."""
+        if island.phase is Phase.RESTARTING:
+            island.phase = Phase.STOPPED
+        if island.phase.over or island.child is None:
+            return
+        workers = island.child.workers()
+        for worker in workers:
+            if worker.pid not in island.signalled:
+                island.signalled.add(worker.pid)
+                # psutil refuses to signal a pid that was reused; a worker that has ended is what was wanted.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.terminate()
+        if not workers and not island.signalled:
+            island.signalled.add(island.child.pid)
+            island.child.signal_group(signal.SIGTERM)
+
+    def _look_after(self, island: Island) -> None:
+        if island.figures.add(island.tail.read()):
+            island.failures = 0
+        if island.phase.over:
+            return
+        if island.phase is Phase.RESTARTING:
+            if self._now() >= island.restart_at:
+                island.restarts += 1
+                self._start(island)
+            return
+        assert island.child is not None
+        code = island.child.poll()
+        state = island.state()
+        if code is not None:
+            # It may have written between the look at its events and its end.
+            if island.figures.add(island.tail.read()):
+                island.failures = 0
+            self._ended(island, code, island.state())
+        elif state is not None and island.phase is Phase.STARTING:
+            island.phase = Phase.RUNNING
+
+    def _ended(self, island: Island, code: int, state: IslandState | None) -> None:
+        assert island.child is not None
+        island.child.kill_tree()
+        said = state.state if state else ""
+        island.reason = state.reason if state else ""
+        if said == "fatal":
+            island.phase = Phase.FATAL
+        elif said == "done":
+            island.phase = Phase.DONE
+            self._tell(f"island {island.number} is done at step {island.figures.step}")
+        elif said == "resume" and (code == 0 or self.draining):
+            island.phase = Phase.RESUME
+            self._tell(f"island {island.number} saved at step {state.step if state else 0} and left")
+        elif self.draining:
+            island.phase = Phase.STOPPED
+            self._tell(
+                f"island {island.number} ended with {_ending(code)} without saving; its last checkpoint counts"
+            )
+        else:
+            self._failed(island, code)
+
+    def _failed(self, island: Island, code: int) -> None:
+        assert island.child is not None
+        island.failures += 1
+        island.reason = f"ended with {_ending(code)}"
+        tail = f"last lines of {island.child.log}:\n{island.child.log_tail()}"
+        if island.failures > self._max_restarts:
+            island.phase = Phase.FAILED
+            self._tell(
+                f"island {island.number} {island.reason}, {island.failures} times without progress: given up; {tail}"
+            )
+            return
+        delay = min(LONGEST_RESTART_DELAY_S, FIRST_RESTART_DELAY_S * 2 ** (island.failures - 1))
+        island.phase = Phase.RESTARTING
+        island.restart_at = self._now() + delay
+        self._tell(f"island {island.number} {island.reason}; starting it again in {delay:.0f} s; {tail}")
+
+    def _start(self, island: Island) -> None:
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self._now()))
+        island.incarnation = f"{stamp}-{secrets.token_hex(3)}"
+        island.launched_at = self._now()
+        island.signalled = set()
+        island.phase = Phase.STARTING
+        island.child = self._start_child(island)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,94 @@
+"""`torchtitan-diloco run`: all islands of one run on this machine, from one command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from torchtitan_diloco.cli.local.launch import Edges, Request, launch
+from torchtitan_diloco.config.fields import keys
+from torchtitan_diloco.config.load import load_config
+from torchtitan_diloco.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True)
+class RunOptions:
+    """Train on this machine: a Lighthouse, one torchrun per island, one live table.
+
+    Any setting of FILE can be overridden with --section.key value. Ctrl-C drains: every island saves and leaves; the
+    same command goes on from there. Exit code 0: done, 75: stopped early and resumable, 2: wrong usage, 1: failure.
+    """
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """The run's TOML file."""
+
+    islands: int | None = None
+    """Number of islands (default: semi_sync.num_islands of FILE)."""
+
+    ranks: str = "1"
+    """Processes per island: one number for all, or a comma list with one per island."""
+
+    max_restarts: int = 3
+    """How often an island that dies is started again without having made progress."""
+
+    fresh: bool = False
+    """Move an earlier run of this name aside and start anew."""
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the command's own arguments, the `--section.key [value]` ones).
+
+    A boolean key may stand alone; after any other key, known or not, the next word is its value unless it starts with
+    `--`.
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            own.append(word)
+            continue
+        overrides.append(word)
+        kind = keys().get(word[2:].replace("-", "_"))
+        alone = kind is not None and kind.base == "bool" and words[:1] not in (["true"], ["false"])
+        if not alone and "=" not in word and words and not words[0].startswith("--"):
+            overrides.append(words.pop(0))
+    return own, overrides
+
+
+def parse_ranks(ranks: str, islands: int) -> list[int]:
+    """Processes of each island. Raises UserError unless there is one positive number, or one per island."""
+    words = [word.strip() for word in ranks.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise UserError(f"--ranks {ranks}: give a number above 0, or a comma list such as 2,1")
+    if len(words) not in (1, islands):
+        raise UserError(
+            f"--ranks {ranks}: {len(words)} numbers for {islands} islands; give one number, or one per island"
+        )
+    return [int(word) for word in words] * (islands if len(words) == 1 else 1)
+
+
+def main(argv: Sequence[str], edges: Edges | None = None) -> int:
+    """The sub-command; returns the exit code. Raises UserError for wrong usage or configuration."""
+    own, overrides = split_overrides(argv)
+    options = tyro.cli(RunOptions, args=own, prog="torchtitan-diloco run")
+    if options.islands is not None:
+        if options.islands < 1:
+            raise UserError(f"--islands {options.islands}: give a number above 0")
+        overrides = ["--semi_sync.num_islands", str(options.islands), *overrides]
+    if options.max_restarts < 0:
+        raise UserError(f"--max-restarts {options.max_restarts}: give 0 or more")
+    for name in overrides:
+        if name.partition("=")[0] == "--island.id":
+            raise UserError("island.id: `run` numbers its islands itself, from 0; leave it out")
+    config = load_config(options.file, overrides).config
+    request = Request(
+        config=config,
+        ranks=parse_ranks(options.ranks, config.semi_sync.num_islands),
+        max_restarts=options.max_restarts,
+        fresh=options.fresh,
+    )
+    return launch(request, edges or Edges())

@@ -1,0 +1,1 @@
+"""The TOML configuration: schema, loading with every mistake reported, translation to TorchTitan's."""

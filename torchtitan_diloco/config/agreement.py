@@ -1,0 +1,33 @@
+"""The settings every island of a run must share, compared when an island joins."""
+
+from typing import Any
+
+from torchtitan_diloco.config.fields import get, keys
+from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.tokenizer import tokenizer_digest
+
+_SHARED = (
+    "model.name",
+    "model.flavor",
+    "model.vocab_size",
+    "training.seq_len",
+    "training.steps",
+    "training.dtype",
+    "data.seed",
+    "debug.seed",
+    "transport.kind",
+)
+
+
+def agreement(config: RunConfig) -> dict[str, Any]:
+    """Flat key -> JSON value of all that must be equal on every island of a run; sorted, so its JSON can be hashed.
+
+    The tokenizer counts by content ("model.tokenizer", a SHA-256), since its folder differs from cluster to cluster.
+
+    Raises:
+        UserError: the tokenizer is missing.
+    """
+    shared = [k for k in keys() if k in _SHARED or k.startswith("semi_sync.")]
+    values = {key: get(config, key) for key in shared}
+    values["model.tokenizer"] = tokenizer_digest(config.model.hf_assets_path)
+    return dict(sorted(values.items()))

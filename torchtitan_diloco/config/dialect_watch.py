@@ -1,0 +1,79 @@
+"""TorchTitan v0.2.2's TOML sections for watching a run: metrics, profiling, validation, debug (see ``dialect.py``)."""
+
+from dataclasses import dataclass, field
+
+from torchtitan_diloco.config.dialect import LoaderConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class MetricsConfig:
+    """[metrics]"""
+
+    log_freq: int = 10
+    """Inner steps between two log lines and `inner` events."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard files."""
+    disable_color_printing: bool = False
+    """No colours in the log."""
+    save_tb_folder: str = "tb"
+    """Their folder below the island's."""
+    save_for_all_ranks: bool = False
+    """Every rank writes them."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ProfilingConfig:
+    """[profiling]"""
+
+    enable_profiling: bool = False
+    """Whether torch's profiler runs."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of its traces."""
+    profile_freq: int = 10
+    """Inner steps of one profiling cycle."""
+    profiler_active: int = 1
+    """Steps recorded in each cycle."""
+    profiler_warmup: int = 3
+    """Warm-up steps before them."""
+    enable_memory_snapshot: bool = False
+    """Record device memory."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    """[validation]: TorchTitan's validator; batch and sequence length are those of [training]"""
+
+    enable: bool = False
+    """Whether to validate."""
+    dataset: str = "c4_validation"
+    """Data set."""
+    dataset_path: str | None = None
+    """Where it lies on disk."""
+    freq: int = 10
+    """Inner steps between two validations."""
+    steps: int = -1
+    """Batches of one validation; -1 = the whole set."""
+    dataloader: LoaderConfig = field(default_factory=LoaderConfig)
+    """Settings of its loader."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DebugConfig:
+    """[debug]"""
+
+    seed: int | None = None
+    """Seed of the initial weights and of every random choice; absent = drawn by each island."""
+    deterministic: bool = False
+    """Deterministic kernels only."""
+    deterministic_warn_only: bool = False
+    """Warn where there is none instead of failing."""
+    moe_force_load_balance: bool = False
+    """Spread tokens over experts evenly."""
+    pace_step_seconds: float = 0.0
+    """Stretch every inner step to this many seconds of wall time by sleeping; 0 = off. Not a v0.2.2 key."""
+    dump_sends: bool = False
+    """Write the parameters at every send to `island-<id>/sends/`. Not a v0.2.2 key."""

@@ -1,0 +1,37 @@
+"""Remarks on a valid configuration: settings that do not do what one might think."""
+
+from collections.abc import Mapping
+
+from torchtitan_diloco.config.problems import DEFAULT
+from torchtitan_diloco.config.schema import RunConfig
+
+
+def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
+    """One sentence each; ``origins`` as in `Resolved`."""
+    c = config
+    found = []
+    if c.activation_checkpoint.mode == "selective":
+        found.append(
+            'activation_checkpoint.mode = "selective" works per operation in TorchTitan 0.3 '
+            "(v0.2's default was every second layer)"
+        )
+    total = c.lr_scheduler.total_steps or c.training.steps
+    if c.lr_scheduler.warmup_steps >= total:
+        found.append(
+            f"lr_scheduler.warmup_steps ({c.lr_scheduler.warmup_steps}) leaves none of {total} steps: "
+            f"TorchTitan shortens the warm-up to {total} and the learning rate never decays"
+        )
+    if c.data.sources and any(origins[k] != DEFAULT for k in ("training.dataset", "training.dataset_path")):
+        found.append(
+            "training.dataset and training.dataset_path are not used, because [[data.sources]] is given"
+        )
+    if c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
+        found.append(
+            f"semi_sync.sync_every ({c.semi_sync.sync_every}) is more than training.steps ({c.training.steps}): "
+            "the islands never exchange anything"
+        )
+    if c.semi_sync.method == "none" and c.semi_sync.num_islands > 1:
+        found.append(f'semi_sync.method = "none": the {c.semi_sync.num_islands} islands train on their own')
+    if not c.checkpoint.enable:
+        found.append("checkpoint.enable = false: a stopped run cannot be continued")
+    return found

@@ -1,0 +1,46 @@
+"""What is wrong with a configuration: collected while loading, reported all at once."""
+
+import re
+from dataclasses import dataclass, field
+
+from torchtitan_diloco.errors import UserError
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+class ConfigError(UserError):
+    """The configuration is unusable; ``problems`` holds one line each and the message is all of them."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(slots=True)
+class Problems:
+    """Collects problems of one file and the command line."""
+
+    file: str
+    found: list[tuple[bool, int, str]] = field(default_factory=list)
+
+    def add(self, where: int | str | None, key: str, message: str) -> None:
+        """``where``: a line number, `COMMAND_LINE`, or None for the file as a whole."""
+        if where == COMMAND_LINE:
+            prefix, order = COMMAND_LINE, 0
+        elif isinstance(where, int):
+            prefix, order = f"{self.file}:{where}", where
+        else:
+            prefix, order = self.file, 0
+        text = f"{prefix}: {key}: {message}" if key else f"{prefix}: {message}"
+        text = _CONTROL.sub(
+            lambda m: repr(m[0])[1:-1], text
+        )  # one problem is one line, whatever the file holds
+        self.found.append((where == COMMAND_LINE, order, text))
+
+    def raise_if_any(self) -> None:
+        """Raise `ConfigError` with the problems in the order of the file's lines, then those of the command line."""
+        if self.found:
+            unique = dict.fromkeys(text for _, _, text in sorted(self.found, key=lambda f: f[:2]))
+            raise ConfigError(list(unique))

@@ -1,0 +1,100 @@
+"""Reads documents one by one from a text or JSONL file, gzipped or not, in flat memory."""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan_diloco.errors import UserError
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+
+class DocumentReader:
+    """The documents of one file, in file order; a context manager.
+
+    ``*.jsonl``, ``*.ndjson`` and ``*.json`` hold one JSON object a line, its text under `text_key`. Every
+    other file is text: a run of lines without a blank one between them is a document, without its last line
+    break. ``.gz`` on top is undone. The encoding is UTF-8. Empty documents are skipped.
+
+    Raises UserError, naming the file and line (and `setting`, by which the file was given), when it cannot be
+    read.
+    """
+
+    def __init__(self, path: Path, *, text_key: str = "text", setting: str = "input") -> None:
+        self._path, self._text_key, self._setting = path, text_key, setting
+        self._zipped = path.suffix == ".gz"
+        self.is_jsonl = path.name.removesuffix(".gz").endswith(JSONL_SUFFIXES)
+        try:
+            self._raw = open(path, "rb")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise UserError(f"{setting}: cannot read {path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> "DocumentReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file (as stored) that have been read so far."""
+        return self._raw.tell()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._json_documents() if self.is_jsonl else self._text_documents()
+
+    def _error(self, line: int, problem: str) -> UserError:
+        return UserError(f"{self._setting}: {self._path}:{line}: {problem}")
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """(line number from 1, line without its end)"""
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=self._raw), 1 << 20) if self._zipped else self._raw
+        number = 0
+        try:
+            # Decoding line by line keeps the line number of a broken byte right.
+            for number, line in enumerate(
+                io.BufferedReader(stream, 1 << 20) if stream is not self._raw else stream, 1
+            ):
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise self._error(number, f"not UTF-8 text ({error.reason})") from error
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self._error(number + 1, f"damaged gzip file ({error})") from error
+        except OSError as error:
+            raise self._error(number + 1, f"cannot be read ({error.strerror or error})") from error
+
+    def _text_documents(self) -> Iterator[str]:
+        lines: list[str] = []
+        for _, line in self._lines():
+            if line.strip():
+                lines.append(line)
+            elif lines:
+                yield "\n".join(lines)
+                lines = []
+        if lines:
+            yield "\n".join(lines)
+
+    def _json_documents(self) -> Iterator[str]:
+        for number, line in self._lines():
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise self._error(
+                    number, f"not JSON ({error.msg}); one JSON object a line is expected"
+                ) from error
+            text = record.get(self._text_key) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise self._error(number, f"no text under the key {self._text_key!r} (see --text-key)")
+            try:
+                text.encode("utf-8")
+            except (
+                UnicodeEncodeError
+            ) as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+                raise self._error(number, f"text that is not Unicode ({error.reason})") from error
+            if text.strip():
+                yield text

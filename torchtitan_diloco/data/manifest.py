@@ -1,0 +1,156 @@
+"""``manifest.json`` of a prepared corpus: what it holds, how to tell two corpora apart, how to find damage."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_diloco.errors import UserError
+
+FORMAT_VERSION = 1
+FILE_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """One file: name (no folder), size in bytes, SHA-256 as hex."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerRecord:
+    """The tokenizer of the corpus."""
+
+    sha256: str
+    """See tokenizer.tokenizer_sha256."""
+    path: str
+    """As given when the corpus was prepared; for people only."""
+    vocab_size: int
+    """Largest id plus one."""
+    bos_id: int | None
+    eos_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What was packed."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    """Predictions (labels) in all sequences: sequences x seq_len."""
+    dropped_tokens: int
+    """Predictions left out because they filled no whole sequence: fewer than seq_len."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """All that is known of a prepared corpus."""
+
+    format_version: int
+    seq_len: int
+    dtype: str
+    """"uint16" or "uint32", little-endian."""
+    tokenizer: TokenizerRecord
+    counts: Counts
+    content_sha256: str
+    """Of the tokens and document starts themselves, whatever the file format; see prepare."""
+    text_key: str
+    files: tuple[FileRecord, ...] = field(default=())
+    """Files of the corpus folder, without the manifest."""
+    sources: tuple[FileRecord, ...] = field(default=())
+    """Files the corpus was made from, in order."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 that is equal on two machines exactly when both train on the same sequences with the same tokenizer.
+
+        Paths, file names, versions of libraries and times take no part.
+        """
+        record = [
+            self.format_version,
+            self.seq_len,
+            self.dtype,
+            self.tokenizer.sha256,
+            asdict(self.counts),
+            self.content_sha256,
+        ]
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Text of manifest.json; the same for equal manifests."""
+        return json.dumps(asdict(self) | {"digest": self.digest}, indent=2, sort_keys=True) + "\n"
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file as hex, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parse(data: dict[str, Any]) -> Manifest:
+    digest = data.pop("digest")
+    manifest = Manifest(
+        **data
+        | {
+            "tokenizer": TokenizerRecord(**data["tokenizer"]),
+            "counts": Counts(**data["counts"]),
+            "files": tuple(FileRecord(**record) for record in data["files"]),
+            "sources": tuple(FileRecord(**record) for record in data["sources"]),
+        }
+    )
+    if manifest.digest != digest:
+        raise ValueError("its digest does not fit its contents")
+    return manifest
+
+
+def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Manifest:
+    """The manifest of the corpus folder `path`.
+
+    Raises UserError naming `setting` when there is none, or it is damaged or of another format version.
+    """
+    file = Path(path) / FILE_NAME
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        version = data["format_version"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{setting}: {path} has format version {version}, this release reads {FORMAT_VERSION}; prepare it again"
+            )
+        return _parse(data)
+    except OSError as error:
+        raise UserError(
+            f"{setting}: no prepared corpus at {path} (cannot read {file}: {error.strerror})"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{setting}: {file} is damaged ({error}); remove {path} and prepare it again"
+        ) from error
+
+
+def verify(path: str | Path, *, setting: str = "data.sources.path") -> Manifest:
+    """Reads every byte of the corpus and compares sizes and hashes with the manifest.
+
+    Raises UserError with one line per missing or changed file.
+    """
+    manifest = load_manifest(path, setting=setting)
+    problems = []
+    for record in manifest.files:
+        file = Path(path) / record.name
+        try:
+            size = file.stat().st_size
+            if size != record.bytes:
+                problems.append(f"{file} has {size} bytes instead of {record.bytes}")
+            elif sha256_file(file) != record.sha256:
+                problems.append(f"{file} has changed: its SHA-256 is not {record.sha256}")
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error.strerror}")
+    if problems:
+        raise UserError(
+            "\n".join([*problems, f"{setting}: {path} is damaged; remove it and prepare it again"])
+        )
+    return manifest

@@ -1,0 +1,261 @@
+"""Prepares a corpus: documents -> tokens -> packed rows -> a folder that appears complete or not at all.
+
+The result depends on the documents, the tokenizer and seq_len only, so every island can prepare its own copy:
+equal input gives an equal ``Manifest.digest`` on any machine.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_diloco import assets
+from torchtitan_diloco.data.atomic import appearing_folder, exclusive
+from torchtitan_diloco.data.manifest import (
+    FILE_NAME,
+    FORMAT_VERSION,
+    Counts,
+    FileRecord,
+    Manifest,
+    TokenizerRecord,
+    load_manifest,
+    sha256_file,
+    verify,
+)
+from torchtitan_diloco.data.packing import Packer
+from torchtitan_diloco.data.sources import Sources, source_name
+from torchtitan_diloco.data.tokenizer import CorpusTokenizer, tokenizer_sha256
+from torchtitan_diloco.data.writer import CorpusWriter, rows_per_block
+from torchtitan_diloco.errors import UserError
+
+__all__ = ["Manifest", "Progress", "Settings", "ensure_prepared", "load_manifest", "prepare", "verify"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """By which names the user gave the arguments, for messages."""
+
+    input: str = "data.sources.prepare_from"
+    output: str = "data.sources.path"
+    tokenizer: str = "model.hf_assets_path"
+    seq_len: str = "training.seq_len"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a preparation is; bytes are of the source files as stored."""
+
+    bytes_read: int
+    bytes_total: int
+    documents: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """A checked request: what decides the contents of the folder."""
+
+    sources: Sources
+    tokenizer_dir: str
+    tokenizer_sha256: str
+    seq_len: int
+    settings: Settings
+    progress: Callable[[Progress], None] | None = field(default=None)
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    tokenizer_dir: str | Path,
+    seq_len: int,
+    output: str | Path,
+    *,
+    text_key: str = "text",
+    progress: Callable[[Progress], None] | None = None,
+    settings: Settings | None = None,
+) -> Manifest:
+    """Tokenises and packs `inputs` into the folder `output`, in memory that does not grow with the number of documents.
+
+    Args:
+        inputs: text or JSONL files (see DocumentReader), or ``bundled:NAME``; documents in this order.
+        tokenizer_dir: folder of a Hugging Face tokenizer, or ``bundled:NAME``. seq_len: inputs per sequence;
+        rows hold one token more (see packing). output: folder to make. If it is there and was made from the
+        same files with the same tokenizer, seq_len and text
+            key, nothing is done. If another process is making it, that one is waited for.
+        progress: called now and then.
+        settings: names of the arguments in messages.
+
+    Raises:
+        UserError: an input, the tokenizer or the output cannot be used, the disk is full, or `output` holds
+        something else.
+            Nothing half-written is left behind.
+    """
+    settings = settings or Settings()
+    if seq_len < 1:
+        raise UserError(f"{settings.seq_len}: must be at least 1, not {seq_len}")
+    job = _Job(
+        sources=Sources.find(inputs, text_key, settings.input),
+        tokenizer_dir=str(tokenizer_dir),
+        tokenizer_sha256=tokenizer_sha256(assets.resolve(tokenizer_dir), setting=settings.tokenizer),
+        seq_len=seq_len,
+        settings=settings,
+        progress=progress,
+    )
+    target = Path(output)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(target) as locked:
+            if not _is_free(target):
+                return _existing(target, job)
+            try:
+                with appearing_folder(target, clean=locked) as folder:
+                    manifest = _fill(folder, job)
+            except OSError as error:
+                if locked or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return _existing(target, job)  # without locks, another process was faster
+            return manifest
+    except OSError as error:
+        raise UserError(_output_problem(error, target, settings.output)) from error
+
+
+def ensure_prepared(
+    path: str | Path,
+    prepare_from: str,
+    tokenizer_dir: str | Path,
+    seq_len: int,
+    *,
+    text_key: str = "text",
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """The manifest of the corpus at `path`, which is prepared first from `prepare_from` if it is not there.
+
+    Safe to call in any number of processes at once. The tokenizer must be the one the corpus was made with.
+
+    Raises UserError as `prepare` does, and when the corpus is absent and `prepare_from` empty, or does not
+    fit the arguments.
+    """
+    settings = Settings()
+    if _is_free(Path(path)):
+        if prepare_from:
+            return prepare([prepare_from], tokenizer_dir, seq_len, path, text_key=text_key, progress=progress)
+        raise UserError(
+            f"{settings.output}: no prepared corpus at {path}; set data.sources.prepare_from, or run\n"
+            f"  torchtitan-diloco data prepare --input FILE --tokenizer {tokenizer_dir} --seq-len {seq_len} "
+            f"--output {path}"
+        )
+    manifest = load_manifest(path)
+    check_fits(manifest, path, tokenizer_dir, seq_len)
+    if prepare_from:
+        _check_same_source(manifest, path, prepare_from)
+    return manifest
+
+
+def check_fits(manifest: Manifest, path: str | Path, tokenizer_dir: str | Path, seq_len: int) -> None:
+    """Raises UserError unless the corpus was made for this sequence length and tokenizer."""
+    settings = Settings()
+    if manifest.seq_len != seq_len:
+        raise UserError(
+            f"{settings.seq_len}: is {seq_len}, but the corpus {path} was prepared for {manifest.seq_len}; "
+            "set it to that or prepare the corpus again elsewhere"
+        )
+    if manifest.tokenizer.sha256 != tokenizer_sha256(assets.resolve(tokenizer_dir)):
+        raise UserError(
+            f"{settings.tokenizer}: the tokenizer {tokenizer_dir} is not the one that the corpus {path} was prepared "
+            f"with ({manifest.tokenizer.path}); use that one or prepare the corpus again elsewhere"
+        )
+
+
+def _check_same_source(manifest: Manifest, path: str | Path, prepare_from: str) -> None:
+    """By name and size only: hashing the source at every start would take too long. A source that has gone is fine."""
+    name = source_name(prepare_from)
+    file = assets.resolve(prepare_from)
+    known = [(record.name, record.bytes) for record in manifest.sources]
+    if [name] != [record.name for record in manifest.sources] or (
+        file.exists() and known != [(name, file.stat().st_size)]
+    ):
+        made_from = ", ".join(f"{record.name} ({record.bytes} bytes)" for record in manifest.sources)
+        raise UserError(
+            f"{Settings().input}: the corpus {path} was made from {made_from}, not from {prepare_from} as it is now; "
+            "remove the corpus or give another path"
+        )
+
+
+def _is_free(target: Path) -> bool:
+    """Whether a folder can be put at `target`: nothing is there, or an empty folder."""
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
+
+
+def _existing(target: Path, job: _Job) -> Manifest:
+    if not (target / FILE_NAME).exists():
+        raise UserError(
+            f"{job.settings.output}: {target} is there but holds no prepared corpus; remove it or give another folder"
+        )
+    found = load_manifest(target, setting=job.settings.output)
+    if (found.sources, found.seq_len, found.text_key, found.tokenizer.sha256) != (
+        job.sources.records,
+        job.seq_len,
+        job.sources.text_key,
+        job.tokenizer_sha256,
+    ):
+        raise UserError(
+            f"{job.settings.output}: {target} holds another corpus (other input, tokenizer or sequence length); "
+            "remove it or give another folder"
+        )
+    return found
+
+
+def _output_problem(error: OSError, target: Path, setting: str) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{setting}: no room to write {target} ({error.strerror}); free some space or give a folder elsewhere"
+    return f"{setting}: cannot write {target}: {error.strerror or error} ({error.filename})"
+
+
+def _fill(folder: Path, job: _Job) -> Manifest:
+    """Writes everything into the empty `folder`."""
+    tokenizer = CorpusTokenizer(assets.resolve(job.tokenizer_dir), setting=job.settings.tokenizer)
+    packer = Packer(job.seq_len, rows_per_block(job.seq_len, tokenizer.dtype), tokenizer.dtype)
+
+    def report(done: int) -> None:
+        if job.progress is not None:
+            counts = {"documents": packer.documents, "sequences": packer.sequences}
+            job.progress(Progress(bytes_read=done, bytes_total=job.sources.size, **counts))
+
+    with CorpusWriter(folder, job.seq_len, tokenizer.dtype) as writer:
+        for batch in job.sources.batches(report):
+            for block in packer.add(tokenizer.encode(batch)):
+                writer.add(block)
+        for block in packer.finish():
+            writer.add(block)
+    if packer.sequences == 0:
+        raise UserError(
+            f"{job.settings.input}: {packer.documents} documents with {packer.pending} tokens to predict in "
+            f"{', '.join(record.name for record in job.sources.records)}, fewer than one sequence of {job.seq_len}"
+        )
+    names = writer.close()
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        seq_len=job.seq_len,
+        dtype=str(tokenizer.dtype),
+        tokenizer=TokenizerRecord(
+            sha256=job.tokenizer_sha256,
+            path=job.tokenizer_dir,
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+        ),
+        counts=Counts(
+            documents=packer.documents,
+            sequences=packer.sequences,
+            tokens=packer.sequences * job.seq_len,
+            dropped_tokens=packer.pending,
+        ),
+        content_sha256=writer.content_sha256,
+        text_key=job.sources.text_key,
+        files=tuple(
+            FileRecord(name=name, bytes=(folder / name).stat().st_size, sha256=sha256_file(folder / name))
+            for name in names
+        ),
+        sources=job.sources.records,
+    )
+    (folder / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest

@@ -1,0 +1,215 @@
+"""The control path between gateways: small JSON messages and versioned state over short HTTP requests.
+
+Separate sockets from the bulk, so a header never queues behind parameters. Served by a thread of its own; reads only
+copies, so the training thread never waits for a reader.
+"""
+
+import json
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import safetensors.torch
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.messages import Member, Message, from_json, to_json
+from torchtitan_diloco.outer.state import OuterState
+
+logger = logging.getLogger(__name__)
+
+SHELVED = 2  # published states kept for readers in the middle of a heal
+MESSAGE_LIMIT = 65536  # bytes
+RUN_HEADER = "x-diloco-run"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises UserError naming the setting when the address or the port cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        setting = f"island.port = {port}" if port else f"island.advertise = {host}"
+        raise UserError(f"{setting}: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
+    return sock
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class ControlServer:
+    """Serves this island's messages, settings and outer state to its peers."""
+
+    def __init__(
+        self, host: str, port: int, run_id: str, settings: dict[str, Any], deliver: Callable[[Member, Message], None]
+    ) -> None:
+        self._run_id = run_id
+        self._settings = settings
+        self._deliver = deliver
+        self._lock = threading.Lock()
+        self._shelf: dict[str, OuterState] = {}
+        self.step = 0  # of run progress
+        sock = bind(host, port)
+        self.port: int = sock.getsockname()[1]
+        self.url = url_of(host, self.port)
+        app = Starlette(
+            routes=[
+                Route("/message", self._message, methods=["POST"]),
+                Route("/settings", self._get_settings),
+                Route("/state", self._state),
+                Route("/state/{key}/{name}", self._tensor),
+            ]
+        )
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [sock]}, daemon=True, name="control")
+        self._thread.start()
+        self._sock = sock
+
+    def publish(self, state: OuterState) -> None:
+        with self._lock:
+            self._shelf.pop(str(state.slot), None)
+            self._shelf[str(state.slot)] = state.copy()
+            while len(self._shelf) > SHELVED:
+                del self._shelf[next(iter(self._shelf))]
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+        self._sock.close()
+
+    def _refused(self, request: Request) -> Response | None:
+        if request.headers.get(RUN_HEADER) != self._run_id:
+            return JSONResponse({"error": f"this island belongs to run {self._run_id}"}, status_code=409)
+        return None
+
+    async def _message(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        if int(request.headers.get("content-length", MESSAGE_LIMIT + 1)) > MESSAGE_LIMIT:
+            return JSONResponse({"error": f"a message is at most {MESSAGE_LIMIT} bytes"}, status_code=413)
+        try:
+            body = json.loads(await request.body())
+            sender = Member(int(body["island"]), str(body["incarnation"]))
+            message = from_json(body["message"])
+        except (ValueError, KeyError, TypeError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        self._deliver(sender, message)
+        return JSONResponse({})
+
+    async def _get_settings(self, request: Request) -> Response:
+        return self._refused(request) or JSONResponse(self._settings)
+
+    async def _state(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        with self._lock:
+            if not self._shelf:
+                return JSONResponse({"error": "no state yet"}, status_code=404)
+            key, state = list(self._shelf.items())[-1]
+            step = self.step
+        return JSONResponse({"key": key, "step": step, "state": state.describe(), "tensors": sorted(state.tensors())})
+
+    async def _tensor(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        key, name = request.path_params["key"], request.path_params["name"]
+        with self._lock:
+            state = self._shelf.get(key)
+        tensor = state.tensors().get(name) if state else None
+        if tensor is None:
+            return JSONResponse({"error": f"{name} of slot {key} is no longer held"}, status_code=410)
+        return Response(safetensors.torch.save({name: tensor}), media_type="application/octet-stream")
+
+
+class Outbox:
+    """Sends control messages to peers without blocking: one thread and one connection per peer, in order.
+
+    A message that cannot be delivered is dropped; the protocol says everything again until it is answered.
+    """
+
+    def __init__(self, me: Member, run_id: str, timeout_s: float) -> None:
+        self._me = me
+        self._run_id = run_id
+        self._timeout_s = timeout_s
+        self._queues: dict[Member, queue.Queue[tuple[str, Message] | None]] = {}
+
+    def send(self, to: Member, url: str, message: Message) -> None:
+        if to not in self._queues:
+            self._queues[to] = queue.Queue()
+            threading.Thread(target=self._run, args=(to,), daemon=True, name=f"to-island-{to.island}").start()
+        self._queues[to].put((url, message))
+
+    def _run(self, to: Member) -> None:
+        waiting = self._queues[to]
+        # trust_env off: peers of this transport are reached directly, never through a site's web proxy.
+        with httpx.Client(timeout=self._timeout_s, trust_env=False, headers={RUN_HEADER: self._run_id}) as client:
+            while (item := waiting.get()) is not None:
+                url, message = item
+                body = {"island": self._me.island, "incarnation": self._me.incarnation, "message": to_json(message)}
+                try:
+                    client.post(f"{url}/message", json=body).raise_for_status()
+                except httpx.HTTPError as error:
+                    logger.debug("message to island %d lost: %s", to.island, error)
+                finally:
+                    waiting.task_done()
+            waiting.task_done()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything was sent or dropped; False if that took longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while any(q.unfinished_tasks for q in self._queues.values()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        for waiting in self._queues.values():
+            waiting.put(None)
+
+
+class PeerClient:
+    """Reads settings and outer state of a peer. Raises httpx.HTTPError when it cannot, ValueError when it is malformed."""
+
+    def __init__(self, url: str, run_id: str, timeout_s: float) -> None:
+        self._client = httpx.Client(
+            base_url=url, timeout=timeout_s, trust_env=False, headers={RUN_HEADER: run_id}
+        )
+
+    def __enter__(self) -> "PeerClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._client.close()
+
+    def _get(self, path: str) -> httpx.Response:
+        response = self._client.get(path)
+        response.raise_for_status()
+        return response
+
+    def settings(self) -> dict[str, Any]:
+        return dict(self._get("/settings").json())
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._get("/state").json())
+
+    def tensor(self, key: str, name: str) -> tuple[torch.Tensor, int]:
+        """A tensor of a published state, and the bytes it took."""
+        body = self._get(f"/state/{key}/{name}").content
+        return safetensors.torch.load(body)[name], len(body)

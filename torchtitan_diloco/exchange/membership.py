@@ -1,0 +1,190 @@
+"""Membership through TorchFT's Lighthouse: who is there, off the training thread, with epochs of our own.
+
+The Lighthouse's quorum ids restart at 1 with it and change only with the set of replicas, so they name nothing here. Each
+island carries its incarnation and a counter of renewals in the quorum's data; the epoch is a hash over those of all ready
+islands, and therefore the same for everybody who got the same quorum, and new whenever somebody asks for a new one.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.messages import Epoch, Member
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An island as its last quorum request described it.
+
+    phase: "joining" (not a member), "founder" (its state is what others found from) or "ready" (a member).
+    """
+
+    island: int
+    incarnation: str
+    run_id: str
+    started: float
+    phase: str
+    renewals: int
+    url: str
+    store: str
+    slot: int
+    tokens_total: int
+
+    @property
+    def member(self) -> Member:
+        return Member(self.island, self.incarnation)
+
+
+def newest(peers: list[Peer]) -> list[Peer]:
+    """One peer per island, the newest incarnation, in the order of the ids: a dead one may still be listed beside it."""
+    best: dict[int, Peer] = {}
+    for peer in sorted(peers, key=lambda p: (p.started, p.incarnation)):
+        best[peer.island] = peer
+    return [best[island] for island in sorted(best)]
+
+
+def epoch_of(peers: list[Peer]) -> Epoch | None:
+    """The membership that this set of peers (as ``newest`` gives it) stands for; None when nobody is ready."""
+    ready = [p for p in peers if p.phase == "ready"]
+    if not ready:
+        return None
+    key = json.dumps([[p.island, p.incarnation, p.renewals] for p in ready])
+    return Epoch(hashlib.sha256(key.encode()).hexdigest()[:16], tuple(p.member for p in ready))
+
+
+class Membership:
+    """Keeps this island in the Lighthouse's quorum and reports what the quorum says.
+
+    Two threads: one heartbeats, one asks for quorums all the time, since an island that heartbeats without asking blocks
+    the others' quorum. ``changed`` is notified at every new view.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        me: Peer,
+        *,
+        heartbeat_interval_s: float,
+        quorum_interval_s: float,
+        on_change: Callable[[list[Peer]], None],
+    ) -> None:
+        try:
+            from torchft.coordination import LighthouseClient
+        except ImportError as error:
+            raise UserError(
+                "transport.kind = gloo needs torchft, which has no wheel for this machine's architecture; "
+                "build it from source or choose another transport"
+            ) from error
+        self._client_class = LighthouseClient
+        self._address = address
+        self._me = me
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._quorum_interval_s = quorum_interval_s
+        self._on_change = on_change
+        self._stop = threading.Event()
+        self._kick = threading.Event()
+        self.changed = threading.Condition()
+        self.peers: list[Peer] = []
+        self.quorums = 0
+        self.lost_since: float | None = None
+        self._threads = [
+            threading.Thread(target=self._heartbeats, daemon=True, name="lighthouse-heartbeat"),
+            threading.Thread(target=self._quorums, daemon=True, name="lighthouse-quorum"),
+        ]
+
+    def start(self, patience_s: float) -> None:
+        """Raises UserError when the Lighthouse cannot be reached within ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._client_class(self._address, connect_timeout=timedelta(seconds=2)).heartbeat(
+                    self._replica_id, timeout=timedelta(seconds=2)
+                )
+                break
+            except Exception as error:  # torchft raises whatever its runtime gives; the cause is shown
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"lighthouse.address = {self._address}: no Lighthouse answers there within {patience_s:g} s "
+                        f"({error}); start one with `torchtitan-diloco lighthouse` or correct the address"
+                    ) from error
+                time.sleep(0.5)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def _replica_id(self) -> str:
+        return f"island_{self._me.island}:{self._me.incarnation}"
+
+    def update(self, **changes: Any) -> None:
+        """Change what the next quorum request says of this island."""
+        self._me = replace(self._me, **changes)
+        self._kick.set()
+
+    def renew(self) -> None:
+        """Make the next epoch differ from all before."""
+        self.update(renewals=self._me.renewals + 1)
+
+    def seen_as(self, phase: str) -> bool:
+        """Whether the current view shows this island in ``phase``."""
+        return any(p.member == self._me.member and p.phase == phase for p in self.peers)
+
+    def close(self, linger_s: float = 2.0) -> None:
+        """Show the others that this island is no member any more, then stop."""
+        if self._threads[0].is_alive():
+            self.update(phase="left")
+            with self.changed:
+                self.changed.wait_for(lambda: self.seen_as("left"), timeout=linger_s)
+        self._stop.set()
+        self._kick.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=linger_s)
+
+    def _heartbeats(self) -> None:
+        client = None
+        while not self._stop.wait(self._heartbeat_interval_s):
+            try:
+                client = client or self._client_class(self._address, connect_timeout=timedelta(seconds=2))
+                client.heartbeat(self._replica_id, timeout=timedelta(seconds=2))
+            except Exception as error:  # as above: the Lighthouse may be away for a while; the quorum thread reports it
+                logger.debug("heartbeat lost: %s", error)
+                client = None
+
+    def _quorums(self) -> None:
+        client = None
+        while not self._stop.is_set():
+            me = self._me
+            data = {name: getattr(me, name) for name in Peer.__dataclass_fields__}
+            try:
+                client = client or self._client_class(self._address, connect_timeout=timedelta(seconds=2))
+                quorum = client.quorum(self._replica_id, timedelta(seconds=10), data=data)
+            except Exception as error:  # as above
+                if self.lost_since is None:
+                    self.lost_since = time.time()
+                logger.debug("no quorum: %s", error)
+                client = None
+                self._stop.wait(0.5)
+                continue
+            self.lost_since = None
+            self._see([Peer(**dict(p.data)) for p in quorum.participants if p.data])
+            self._kick.wait(self._quorum_interval_s)
+            self._kick.clear()
+
+    def _see(self, peers: list[Peer]) -> None:
+        view = newest([p for p in peers if p.run_id == self._me.run_id])
+        for stranger in [p for p in peers if p.run_id != self._me.run_id]:
+            logger.warning("island %d of another run (%s) asks this Lighthouse", stranger.island, stranger.run_id)
+        with self.changed:
+            self.peers = view
+            self.quorums += 1
+            self.changed.notify_all()
+        self._on_change(view)

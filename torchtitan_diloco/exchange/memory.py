@@ -1,0 +1,261 @@
+"""N islands in one process on a virtual clock: the deterministic harness of protocol, algorithm and quality tests.
+
+The protocol code is the production one; only its messages travel through a heap of events instead of sockets. Delays and
+faults are scripted per message (a *boundary*), so that every point at which something can go wrong can be hit.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
+from torchtitan_diloco.errors import Resumable
+from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
+from torchtitan_diloco.exchange.protocol import Abandon, Bulk, Effect, Finished, Merge, Renew, Send, SlotProtocol
+from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
+from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.state import OuterState
+
+TICK_S = 1.0
+DETECT_S = 2.0  # from a crash to the others' new membership
+BULK_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One message about to travel: its number in the run, what it is, from whom to whom."""
+
+    number: int
+    kind: Literal["message", "bulk"]
+    sender: int
+    receiver: int
+    message: Message | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What happens at a boundary: deliveries (delays in seconds; none = dropped) and crashes of either side."""
+
+    delays: tuple[float, ...] = (0.01,)
+    crash: tuple[int, ...] = ()
+    crash_first: bool = False
+
+
+Script = Callable[[Boundary], Fate]
+
+
+class MemoryNet:
+    """The network, the clock and the membership of one simulated run."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.now = 0.0
+        self.script = script or (lambda boundary: Fate())
+        self.nodes: dict[int, MemoryTransport] = {}
+        self.boundaries = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._epochs = itertools.count()
+        self._bulks: dict[tuple[int, str], dict[Member, Bulk]] = {}
+        self.on_crash: Callable[[int], None] = lambda island: None
+
+    def at(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay, next(self._order), action))
+
+    def step(self) -> bool:
+        """Let the next event happen; False when there is none."""
+        if not self._events:
+            return False
+        self.now, _, action = heapq.heappop(self._events)
+        action()
+        return True
+
+    def run(self, seconds: float) -> None:
+        """Let everything happen that is due within ``seconds``."""
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
+            self.step()
+        self.now = max(self.now, end)
+
+    # ---- membership ------------------------------------------------------------------------------------------------
+
+    def renew(self, delay: float = 0.05) -> None:
+        """Everybody present learns of a new epoch, one after the other."""
+        members = tuple(self.nodes[island].me for island in sorted(self.nodes))
+        epoch = Epoch(f"epoch-{next(self._epochs)}", members)
+        for i, member in enumerate(members):
+            self.at(delay * (1 + i), lambda member=member: self._enter(member, epoch))  # type: ignore[misc]
+
+    def _enter(self, member: Member, epoch: Epoch) -> None:
+        node = self.nodes.get(member.island)
+        if node is not None and node.me == member:
+            node.perform(node.protocol.enter(epoch))
+
+    def crash(self, island: int) -> None:
+        node = self.nodes.pop(island, None)
+        if node is None:
+            return
+        for attempt, arrived in list(self._bulks.items()):
+            if node.me in arrived:
+                self._break(attempt, f"connection to island {island} reset")
+        self.on_crash(island)
+        self.at(DETECT_S, self.renew)
+
+    # ---- traffic ---------------------------------------------------------------------------------------------------
+
+    def send(self, sender: Member, send: Send) -> None:
+        boundary = Boundary(next(self.boundaries), "message", sender.island, send.to.island, send.message)
+        fate = self.script(boundary)
+        if fate.crash_first:
+            self._crash(fate)
+            return
+        for delay in fate.delays:
+            self.at(delay, lambda: self._deliver(sender, send.to, send.message))
+        self._crash(fate)
+
+    def _crash(self, fate: Fate) -> None:
+        for island in fate.crash:
+            self.crash(island)
+
+    def _deliver(self, sender: Member, to: Member, message: Message) -> None:
+        node = self.nodes.get(to.island)
+        if node is not None and node.me == to:
+            node.perform(node.protocol.receive(sender, message))
+
+    def bulk(self, me: Member, bulk: Bulk) -> None:
+        """A member has reached the bulk; when all have, each gets all payloads, unless the script loses some."""
+        arrived = self._bulks.setdefault(bulk.attempt, {})
+        arrived[me] = bulk
+        if set(arrived) != set(bulk.members):
+            self.at(BULK_TIMEOUT_S, lambda: self._give_up(me, bulk))
+            return
+        del self._bulks[bulk.attempt]
+        payloads = {member.island: b.payload.clone() for member, b in arrived.items()}
+        for receiver in bulk.members:
+            fates = [
+                self.script(Boundary(next(self.boundaries), "bulk", sender.island, receiver.island, None))
+                for sender in bulk.members
+                if sender != receiver
+            ]
+            lost = any(not fate.delays for fate in fates)
+            delay = max((max(fate.delays, default=BULK_TIMEOUT_S) for fate in fates), default=0.0)
+            self.at(delay, lambda r=receiver, lost=lost: self._end_bulk(r, bulk.attempt, None if lost else payloads))  # type: ignore[misc]
+            for fate in fates:
+                self._crash(fate)
+
+    def _end_bulk(self, to: Member, attempt: tuple[int, str], payloads: dict[int, torch.Tensor] | None) -> None:
+        node = self.nodes.get(to.island)
+        if node is None or node.me != to:
+            return
+        protocol = node.protocol
+        node.perform(protocol.bulk_failed(attempt, "lost") if payloads is None else protocol.bulk_done(attempt, payloads))
+
+    def _give_up(self, me: Member, bulk: Bulk) -> None:
+        if self._bulks.get(bulk.attempt, {}).get(me) is bulk:
+            self._break(bulk.attempt, "timed out")
+
+    def _break(self, attempt: tuple[int, str], reason: str) -> None:
+        for member in self._bulks.pop(attempt, {}):
+            node = self.nodes.get(member.island)
+            if node is not None and node.me == member:
+                self.at(0.0, lambda node=node: node.perform(node.protocol.bulk_failed(attempt, reason)))  # type: ignore[misc]
+
+    def abandon(self, me: Member, attempt: tuple[int, str]) -> None:
+        if me in self._bulks.get(attempt, {}):
+            del self._bulks[attempt][me]
+
+
+@dataclass(slots=True, eq=False)
+class MemoryTransport(Transport):
+    """One island's side. ``join`` and ``heal`` happen at once; ``result`` lets virtual time pass."""
+
+    merge: Merge
+    net: MemoryNet = field(default_factory=MemoryNet)
+    me: Member = Member(0, "")
+    state: OuterState | None = None
+    step: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    offered: float = 0.0
+    protocol: SlotProtocol = field(init=False)
+
+    def join(self, hello: Hello, state: OuterState) -> Joined:
+        self.me = Member(hello.island, hello.incarnation)
+        self.protocol = SlotProtocol(self.me, self.merge)
+        self.state, self.step = state, hello.step
+        joined = self.heal(state) if self._others() else Joined(hello.step)
+        self.net.nodes[hello.island] = self
+        self.net.renew()
+        return joined
+
+    def _others(self) -> list["MemoryTransport"]:
+        return [node for node in self.net.nodes.values() if node.me != self.me]
+
+    def heal(self, state: OuterState) -> Joined:
+        if not self._others():
+            raise Resumable("no other island holds the run's state any more")
+        source = max(self._others(), key=lambda n: (n.state.tokens_total, n.state.slot, -n.me.island))  # type: ignore[union-attr]
+        assert source.state is not None
+        description, tensors = source.state.describe(), source.state.tensors()
+        same = description["fragments"] == state.describe()["fragments"]
+        state.restore(description, {name: tensor.clone() for name, tensor in tensors.items()})
+        taken = Heal(source.me.island, sum(t.nbytes for t in tensors.values()), 0.0, state.states[0].version)
+        return Joined(source.step, () if same else (taken,))
+
+    def publish(self, state: OuterState) -> None:
+        self.state = state
+
+    def progress(self, step: int) -> None:
+        self.step = step
+
+    def offer(self, header: Header, payload: torch.Tensor) -> None:
+        self.offered = self.net.now
+        self.perform(self.protocol.offer(header, payload))
+        self.net.at(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        if self.net.nodes.get(self.me.island) is self and self.protocol.current is not None:
+            self.perform(self.protocol.tick())
+            self.net.at(TICK_S, self._tick)
+
+    def result(self, timeout_s: float) -> Outcome | None:
+        if not self.outcomes and timeout_s > 0:
+            self.net.run(timeout_s)
+        return self.outcomes.pop(0) if self.outcomes else None
+
+    def withdraw(self) -> None:
+        self.perform(self.protocol.withdraw())
+
+    def waiting(self) -> Waiting | None:
+        islands = self.protocol.waiting_for()
+        return Waiting(f"islands {islands}", self.offered, "slot") if islands else None
+
+    def stop(self) -> None:
+        pass
+
+    def leave(self, reason: str) -> None:
+        if self.net.nodes.pop(self.me.island, None) is not None:
+            self.net.renew()
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if self.net.nodes.get(self.me.island) is not self:
+                return  # crashed in the middle
+            if isinstance(effect, Send):
+                self.net.send(self.me, effect)
+            elif isinstance(effect, Bulk):
+                self.net.bulk(self.me, effect)
+            elif isinstance(effect, Abandon):
+                self.net.abandon(self.me, effect.attempt)
+            elif isinstance(effect, Renew):
+                self.net.renew()
+            elif isinstance(effect, Finished):
+                self.outcomes.append(effect.outcome)
+
+
+@register_transport("memory")
+def alone(island: IslandConfig, lighthouse: LighthouseConfig, transport: TransportConfig, merge: Merge) -> Transport:
+    """As ``[transport] kind``: a network of one island, which takes the outer step on its own delta."""
+    return MemoryTransport(merge)

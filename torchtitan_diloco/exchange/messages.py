@@ -1,0 +1,119 @@
+"""What islands say to one another on the control path, as plain values with a JSON form."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from torchtitan_diloco.outer.policy import Header
+
+Status = Literal["committed", "void", "undecided", "failed", "behind"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One start of one island. A restarted island is another member: what its predecessor promised does not bind it."""
+
+    island: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A membership everybody in it agrees on. ``id`` is never used twice in a run."""
+
+    id: str
+    members: tuple[Member, ...]
+
+    def islands(self) -> tuple[int, ...]:
+        return tuple(member.island for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Header of the sender for a slot under an epoch. ``serial`` orders the sender's announcements."""
+
+    epoch: str
+    slot: int
+    serial: int
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """The sender has merged (digest of the merged delta), or will not take part in this attempt (None, with a reason)."""
+
+    epoch: str
+    slot: int
+    digest: str | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What became of the attempt of ``slot`` under ``epoch``?"""
+
+    epoch: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The sender's knowledge of that attempt.
+
+    committed: with this digest. void: the sender has not confirmed it and never will. undecided: confirmed, outcome
+    unknown. failed: the slot was given up. behind: the slot was committed without the asker.
+    """
+
+    epoch: str
+    slot: int
+    status: Status
+    digest: str = ""
+
+
+Message = Announce | Confirm | Ask | Answer
+_KINDS: dict[str, type[Message]] = {"announce": Announce, "confirm": Confirm, "ask": Ask, "answer": Answer}
+_NAMES = {cls: name for name, cls in _KINDS.items()}
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    return {"kind": _NAMES[type(message)], **asdict(message)}
+
+
+def from_json(data: Mapping[str, Any]) -> Message:
+    """Raises ValueError when ``data`` is not a well-formed message."""
+    values = dict(data)
+    cls = _KINDS.get(str(values.pop("kind", None)))
+    try:
+        if cls is None:
+            raise ValueError(f"unknown kind of message {data.get('kind')!r}")
+        if cls is Announce:
+            values["header"] = Header.from_json(values["header"])
+        message = cls(**values)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"malformed message: {error}") from error
+    if not isinstance(message.slot, int) or not isinstance(message.epoch, str):
+        raise ValueError(f"malformed message: slot {message.slot!r}, epoch {message.epoch!r}")
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a slot ended for this island.
+
+    committed: apply ``merged`` (1-D, the fragment's length). failed: nothing changed, try at the next slot. behind: others
+    hold a history this island lacks; heal before going on. withdrawn: given up on this island's own wish.
+    """
+
+    slot: int
+    status: Literal["committed", "failed", "behind", "withdrawn"]
+    merged: torch.Tensor | None = None
+    participants: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    tokens: int = 0
+    positions: dict[int, int] = field(default_factory=dict)
+    reason: str = ""
+    exchange_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0

@@ -1,0 +1,28 @@
+"""Digests of tensors and the hash chain that names a run's history."""
+
+import hashlib
+import json
+
+import torch
+
+
+def digest(flat: torch.Tensor) -> str:
+    """SHA-256 (hex) of the bytes of a contiguous CPU tensor. Little-endian hosts only, as torch's own formats."""
+    return hashlib.sha256(flat.detach().contiguous().numpy().view("uint8").data).hexdigest()
+
+
+def is_finite(flat: torch.Tensor) -> bool:
+    """Whether every element is finite, without a temporary of the tensor's size.
+
+    min and max propagate NaN, so two reductions decide it.
+    """
+    if flat.numel() == 0:
+        return True
+    low, high = torch.aminmax(flat)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def link(lineage: str, slot: int, fragment: int, anchor_digest: str, participants: list[int]) -> str:
+    """The next element of a run's lineage: a hash chain over its committed slots."""
+    entry = json.dumps([lineage, slot, fragment, anchor_digest, participants])
+    return hashlib.sha256(entry.encode()).hexdigest()

@@ -1,0 +1,51 @@
+"""Merge rules: how the deltas of several islands become one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Weight = Literal["tokens", "steps", "equal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one island brings to a slot: the inner steps and tokens since it last applied the fragment, and its delta."""
+
+    island: int
+    steps: int
+    tokens: int
+    delta: torch.Tensor
+
+
+def weights(counts: Sequence[tuple[int, int]], kind: Weight) -> list[float]:
+    """Normalised weights (float64, sum 1) from each island's (steps, tokens).
+
+    "tokens" is tokens^2 / steps: quantity times effective batch (Decoupled DiLoCo, arXiv 2604.21428, section 3.2).
+    An island without steps weighs nothing. Raises ValueError when nobody has any.
+    """
+    if kind == "equal":
+        raw = [1.0 if steps else 0.0 for steps, _ in counts]
+    elif kind == "steps":
+        raw = [float(steps) for steps, _ in counts]
+    else:
+        raw = [tokens * tokens / steps if steps else 0.0 for steps, tokens in counts]
+    total = sum(raw)
+    if total == 0.0:
+        raise ValueError("no island made an inner step since its last slot")
+    return [value / total for value in raw]
+
+
+def mean(contributions: Sequence[Contribution], kind: Weight) -> tuple[torch.Tensor, list[float]]:
+    """Weighted mean of the deltas: ((w_0 d_0 + w_1 d_1) + w_2 d_2) + ..., in the order of island ids.
+
+    Each product and each sum is rounded to the deltas' dtype. Returns the merged delta (new storage) and the weights.
+    """
+    ordered = sorted(contributions, key=lambda c: c.island)
+    shares = weights([(c.steps, c.tokens) for c in ordered], kind)
+    merged = ordered[0].delta * shares[0]
+    scratch = torch.empty_like(merged) if len(ordered) > 1 else merged
+    for contribution, share in zip(ordered[1:], shares[1:], strict=True):
+        merged += torch.mul(contribution.delta, share, out=scratch)
+    return merged, shares

@@ -1,0 +1,96 @@
+"""The interface of a semi-synchronous method, what it is given, and the registry."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_diloco.config.own import SemiSyncConfig
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.transport import Transport
+from torchtitan_diloco.island.drain import DrainFlag
+from torchtitan_diloco.island.group import IslandGroup
+from torchtitan_diloco.island.parameters import IslandParameters
+from torchtitan_diloco.observe.events import Trace
+
+
+@dataclass(slots=True)
+class Setup:
+    """Everything a method works with, on each rank of the island.
+
+    make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of the run.
+    position / set_position: consumed samples of the island's data shard. settings: what all islands must agree on.
+    """
+
+    config: SemiSyncConfig
+    steps: int
+    island: int
+    incarnation: str
+    started: float
+    run_id: str
+    group: IslandGroup
+    parameters: IslandParameters
+    trace: Trace
+    drain: DrainFlag
+    make_transport: Callable[..., Transport]
+    settings: dict[str, Any] = field(default_factory=dict)
+    position: Callable[[], int] = lambda: 0
+    set_position: Callable[[int], None] = lambda position: None
+    dump_sends: Path | None = None
+
+
+class SemiSync(ABC):
+    """A method. Every call is made on all ranks of the island together, at the same inner step."""
+
+    @abstractmethod
+    def __init__(self, setup: Setup) -> None: ...
+
+    @abstractmethod
+    def join(self, step: int) -> int:
+        """Enter the run, before the first inner step. ``step``: where this island's own state stands.
+
+        Returns the step of run progress to go on from. Raises UserError or Resumable.
+        """
+
+    @abstractmethod
+    def after_inner_step(self, step: int, tokens: int) -> int:
+        """An inner step of the island, with ``tokens`` tokens, has brought it to ``step``.
+
+        Returns the step to go on from: ``step``, or another island's when this one had fallen behind and healed.
+        """
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What a checkpoint must hold beside the trainer's state: JSON and flat tensors (on the gateway; else empty)."""
+
+    @abstractmethod
+    def restore(self, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Take back what ``state`` gave, before ``join``. Raises ValueError when it does not fit."""
+
+    @abstractmethod
+    def leave(self, reason: str) -> None:
+        """The island goes. Idempotent; also called when training failed."""
+
+
+_METHODS: dict[str, type[SemiSync]] = {}
+
+
+def register_semi_sync(name: str) -> Callable[[type[SemiSync]], type[SemiSync]]:
+    """Class decorator: make a method selectable as ``[semi_sync] method = "<name>"``."""
+
+    def register(cls: type[SemiSync]) -> type[SemiSync]:
+        _METHODS[name] = cls
+        return cls
+
+    return register
+
+
+def make_method(setup: Setup) -> SemiSync:
+    """Raises UserError, listing what is registered, for an unknown method."""
+    name = setup.config.method
+    if name not in _METHODS:
+        raise UserError(f'semi_sync.method: "{name}" is not a method; registered are {", ".join(sorted(_METHODS))}')
+    return _METHODS[name](setup)

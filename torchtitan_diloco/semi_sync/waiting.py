@@ -1,0 +1,57 @@
+"""Waiting for the outside world with all ranks of an island present, so that none of them sits in a timed collective."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torchtitan_diloco.errors import Resumable, UserError
+from torchtitan_diloco.exchange.transport import Waiting
+from torchtitan_diloco.island.drain import DrainFlag
+from torchtitan_diloco.island.group import IslandGroup
+from torchtitan_diloco.observe.events import Trace
+
+T = TypeVar("T")
+
+REPORT_S = 5.0  # a wait that lasts is reported this often
+
+
+def wait_for(
+    group: IslandGroup,
+    trace: Trace,
+    drain: DrainFlag,
+    poll: Callable[[], T | None],
+    *,
+    waiting: Callable[[], Waiting | None],
+    on_drain: Callable[[], None],
+) -> T:
+    """Poll on the gateway until there is a value, and give it to all ranks.
+
+    poll: called on the gateway only; blocks for a fraction of a second at most; its value must be small. on_drain: called
+    once on the gateway when some rank was asked to stop. UserError and Resumable of the gateway are raised on every rank.
+    """
+    reported = time.monotonic()
+    draining = False
+    while True:
+        message: tuple[str, Any] | None = None
+        if group.is_gateway:
+            try:
+                value = poll()
+                message = ("more", None) if value is None else ("done", value)
+            except (UserError, Resumable) as error:
+                message = ("error", error)
+            except Exception as error:  # every rank must learn of it, or the others wait for ever
+                message = ("error", error)
+        kind, value = group.tell(message)
+        if kind == "done":
+            return value  # type: ignore[no-any-return]
+        if kind == "error":
+            raise value
+        if not draining and group.any(drain.is_set()):
+            draining = True
+            if group.is_gateway:
+                on_drain()
+        if group.is_gateway and time.monotonic() - reported >= REPORT_S:
+            reported = time.monotonic()
+            state = waiting()
+            if state is not None:
+                trace.event("waiting", **{"for": state.target, "since": state.since, "why": state.why})

@@ -1,0 +1,78 @@
+"""The torchrun target: ``torchrun ... -m torchtitan_diloco.train --job.config_file FILE.toml [--section.key value ...]``."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchtitan_diloco.config.load import Resolved, load_config, take_config_file
+from torchtitan_diloco.config.translate import island_folder
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.observe.events import Trace
+from torchtitan_diloco.process import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_environment() -> None:
+    """One setting, one place: TorchFT's variables would beat what the TOML says."""
+    for name in [name for name in os.environ if name.startswith("TORCHFT_")]:
+        del os.environ[name]
+
+
+def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
+    """Say what is wrong, once and durably, and end with exit code 2."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        sys.stderr.write(f"error: {error}\n")
+        if resolved is not None:
+            trace = Trace(Path(island_folder(resolved.config)), resolved.config.island.id, "")
+            trace.event("error", kind="config", message=str(error))
+            trace.state("fatal", str(error))
+            trace.close()
+    sys.stderr.flush()
+    # Threads of torch or of an exchange must not turn a clear refusal into a hang.
+    os._exit(2)
+
+
+def train(trainer_config: Any) -> None:
+    """Build and run the trainer as TorchTitan's own entry point does."""
+    import torch
+    from torchtitan.observability import structured_logger
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    logging.getLogger("torchtitan_diloco").setLevel(logging.INFO)
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    structured_logger.init_structured_logger(
+        source="training",
+        output_dir=trainer_config.dump_folder,
+        enable=trainer_config.debug.enable_structured_logging,
+    )
+    trainer = trainer_config.build()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    die_with_parent()
+    prepare_environment()
+    resolved = None
+    try:
+        path, overrides = take_config_file(list(sys.argv[1:] if argv is None else argv))
+        resolved = load_config(path, overrides)
+        from torchtitan_diloco.configure import trainer_config
+
+        train(trainer_config(resolved))
+    except UserError as error:
+        refuse(error, resolved)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""TorchTitan's trainer with a semi-synchronous method beside it.
+
+Everything that trains is TorchTitan's. This class adds five things at its hooks: it joins the run between loading a
+checkpoint and the first inner step, tells the method of every inner step, stops at an inner-step boundary when asked to,
+paces steps for honest measurement, and keeps the trace.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torchtitan.trainer import Trainer
+
+from torchtitan_diloco import cpu, semi_sync
+from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
+from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, SemiSyncConfig, TransportConfig
+from torchtitan_diloco.errors import Resumable, UserError
+from torchtitan_diloco.exchange import make_transport
+from torchtitan_diloco.island.drain import DrainFlag
+from torchtitan_diloco.island.group import IslandGroup
+from torchtitan_diloco.island.metrics import IslandMetrics
+from torchtitan_diloco.island.parameters import IslandParameters
+from torchtitan_diloco.observe.events import Trace
+
+RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
+
+GROUP_TIMEOUT_S = 3600.0
+"""Ranks of an island meet at least every few seconds while they wait for others, so this only catches a dead rank."""
+
+
+class DiLoCoTrainer(Trainer):
+    """One rank of one island."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        run_name: str = "run"
+        """Name of the run; islands of another name are strangers."""
+        island: IslandConfig = field(default_factory=IslandConfig)
+        """Which island this is."""
+        lighthouse: LighthouseConfig = field(default_factory=LighthouseConfig)
+        """Membership."""
+        transport: TransportConfig = field(default_factory=TransportConfig)
+        """How deltas travel."""
+        semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
+        """The method."""
+        pace_step_seconds: float = 0.0
+        """Stretch every inner step to this wall time by sleeping."""
+        dump_sends: bool = False
+        """Write the parameters at every send."""
+        agreement: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Settings that must be equal on all islands."""
+        written: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+        """Dotted keys that the user wrote, as opposed to defaults."""
+
+    config: Config
+    metrics_processor: IslandMetrics
+
+    def __init__(self, config: Config) -> None:
+        cpu.adapt_config(config, config.written)
+        super().__init__(config)
+        cpu.adapt_model(self.model_parts)
+        self.started = time.time()
+        self.drain = DrainFlag()
+        self.drain.install()
+        self.drained = False
+        self.group = IslandGroup(GROUP_TIMEOUT_S)
+        self.incarnation = self.group.tell(uuid.uuid4().hex[:12])
+        folder = Path(config.dump_folder)
+        self.trace = Trace(folder if self.group.rank == 0 else None, config.island.id, self.incarnation)
+        self.trace.event("start")
+        self.trace.state("running")
+        dims, training = self.parallel_dims, config.training
+        self.tokens_per_step = (
+            self.gradient_accumulation_steps
+            * training.local_batch_size
+            * (dims.dp_replicate * dims.dp_shard)
+            * training.seq_len
+        )
+        self.metrics_processor.trace = self.trace
+        self.metrics_processor.last_step = training.steps
+        self.metrics_processor.tokens_per_step = self.tokens_per_step
+        self.method = semi_sync.make_method(self._setup(folder))
+        if isinstance(self.checkpointer, IslandCheckpointManager):
+            self.checkpointer.outer_state = self.method.state
+            self.checkpointer.saved = self._trace_checkpoint
+
+    def _setup(self, folder: Path) -> semi_sync.Setup:
+        config = self.config
+        return semi_sync.Setup(
+            config=config.semi_sync,
+            steps=config.training.steps,
+            island=config.island.id,
+            incarnation=self.incarnation,
+            started=self.started,
+            run_id=os.environ.get(RUN_ID, config.run_name),
+            group=self.group,
+            parameters=IslandParameters(self.model_parts, self.group),
+            trace=self.trace,
+            drain=self.drain,
+            make_transport=lambda merge: make_transport(config.island, config.lighthouse, config.transport, merge),
+            settings=config.agreement,
+            position=lambda: int(getattr(self.dataloader, "position", 0)),
+            set_position=self._set_position,
+            dump_sends=folder / "sends" if config.dump_sends else None,
+        )
+
+    # ---- TorchTitan's hooks ----------------------------------------------------------------------------------------
+
+    def batch_generator(
+        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Called once, after the checkpoint is loaded and before the first step: the place to enter the run."""
+        if isinstance(self.checkpointer, IslandCheckpointManager) and self.step > 0:
+            self._restore(self.checkpointer)
+        try:
+            self._set_progress(self.method.join(self.step))
+        except Resumable as stopped:
+            self.drained = True
+            self.trace.state("resume", str(stopped))
+        return super().batch_generator(data_iterable)
+
+    def should_continue_training(self) -> bool:
+        if not self.drained and self.step < self.config.training.steps and self.group.any(self.drain.is_set()):
+            self._stop_early()
+        return not self.drained and super().should_continue_training()
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        began = time.monotonic()
+        self.trace.step = self.step
+        super().train_step(data_iterator)
+        rest = began + self.config.pace_step_seconds - time.monotonic()
+        if rest > 0:
+            time.sleep(rest)
+        try:
+            self._set_progress(self.method.after_inner_step(self.step, self.tokens_per_step))
+        except Resumable as stopped:
+            self.drain.request(str(stopped))
+        self.metrics_processor.end_step(time.monotonic() - began)
+
+    def close(self) -> None:
+        if hasattr(self, "method"):
+            finished = self.step >= self.config.training.steps
+            self.method.leave("done" if finished else "drain" if self.drained else "failure")
+            if finished:
+                self.trace.event("end", tokens=self.ntokens_seen * self.group.size)
+                self.trace.state("done")
+            self.trace.close()
+        super().close()
+
+    # ---- their parts -----------------------------------------------------------------------------------------------
+
+    def _set_position(self, position: int) -> None:
+        if hasattr(self.dataloader, "position"):
+            self.dataloader.position = position
+
+    def _set_progress(self, step: int) -> None:
+        """Go on at ``step`` of run progress: step count and learning rate are the run's, not this island's own."""
+        if step == self.step:
+            return
+        self.step = self.trace.step = step
+        for scheduler in self.lr_schedulers.schedulers:
+            # load_state_dict alone leaves the groups' lr until the next step() (TorchTitan 0.3.0).
+            scheduler.last_epoch = step
+            rates = [base * scale(step) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+
+    def _restore(self, checkpointer: IslandCheckpointManager) -> None:
+        saved = checkpointer.load_outer(self.step)
+        if saved is None:
+            if self.config.semi_sync.method != "none":
+                raise UserError(
+                    f"checkpoint.folder: step-{self.step} has no outer state (it is not a checkpoint of this method); "
+                    "choose another job.name, or another checkpoint.load_step"
+                )
+            return
+        try:
+            self.method.restore(*saved)
+        except (ValueError, KeyError) as error:
+            raise UserError(f"checkpoint.folder: the outer state of step-{self.step} does not fit: {error}") from error
+
+    def _stop_early(self) -> None:
+        reason = self.drain.reason or "another rank was asked to stop"
+        self.trace.event("drain", reason=reason, phase="inner step", deadline=None)
+        self.drained = True
+        kept = self.checkpointer.save_for_drain(self.step) if self.step > 0 else False  # type: ignore[attr-defined]
+        self.trace.state("resume", reason if kept else f"{reason}; nothing saved, since checkpoint.enable is off")
+
+    def _trace_checkpoint(self, path: str, seconds: float) -> None:
+        self.trace.event("checkpoint", path=path, seconds=seconds, durable=self.config.checkpoint.async_mode == "disabled")
