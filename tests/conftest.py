@@ -5,6 +5,7 @@ import os
 # Before torch is imported anywhere: gloo would otherwise resolve the host name, and each rank would take all cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("RUST_LOG", "warn")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 

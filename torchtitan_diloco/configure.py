@@ -36,7 +36,10 @@ def trainer_config(resolved: Resolved) -> Any:
     if sources:
         source = sources[0]
         ensure_prepared(
-            source.path, source.prepare_from, tokenizer_folder(config.model.hf_assets_path), config.training.seq_len
+            source.path,
+            source.prepare_from,
+            tokenizer_folder(config.model.hf_assets_path),
+            config.training.seq_len,
         )
         shared["data manifest"] = load_manifest(source.path).digest
         replaced["dataloader"] = CorpusDataLoader.Config(
@@ -49,7 +52,11 @@ def trainer_config(resolved: Resolved) -> Any:
         )
     written = {key for key, origin in resolved.origins.items() if origin != "default"}
     ours = {f.name for f in fields(DiLoCoTrainer.Config)}
-    sections = {name: getattr(config, name) for name in ("island", "lighthouse", "transport", "semi_sync") if name in ours}
+    sections = {
+        name: getattr(config, name)
+        for name in ("island", "lighthouse", "transport", "semi_sync")
+        if name in ours
+    }
     return translate(
         DiLoCoTrainer.Config,
         config,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torchtitan_diloco.config.load import Resolved, load_config, take_config_file
 from torchtitan_diloco.config.translate import island_folder
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.observe.events import Trace
+from torchtitan_diloco.observe.events import INCARNATION, Trace
 from torchtitan_diloco.process import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ def prepare_environment() -> None:
     """One setting, one place: TorchFT's variables would beat what the TOML says."""
     for name in [name for name in os.environ if name.startswith("TORCHFT_")]:
         del os.environ[name]
+    os.environ.setdefault("RUST_LOG", "warn")  # TorchFT's own logger; at "info" it writes a line per quorum
 
 
 def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
@@ -27,13 +28,23 @@ def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"error: {error}\n")
         if resolved is not None:
-            trace = Trace(Path(island_folder(resolved.config)), resolved.config.island.id, "")
+            trace = Trace(
+                Path(island_folder(resolved.config)),
+                resolved.config.island.id,
+                os.environ.get(INCARNATION, ""),
+            )
             trace.event("error", kind="config", message=str(error))
             trace.state("fatal", str(error))
             trace.close()
+    end(2)
+
+
+def end(code: int) -> NoReturn:
+    """End the process now: threads still inside torch or gRPC must not turn a clear end into a hang or an abort."""
+    logging.shutdown()
+    sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of torch or of an exchange must not turn a clear refusal into a hang.
-    os._exit(2)
+    os._exit(code)
 
 
 def train(trainer_config: Any) -> None:
@@ -72,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(trainer_config(resolved))
     except UserError as error:
         refuse(error, resolved)
+    end(0)
 
 
 if __name__ == "__main__":

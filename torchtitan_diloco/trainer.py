@@ -1,8 +1,8 @@
 """TorchTitan's trainer with a semi-synchronous method beside it.
 
 Everything that trains is TorchTitan's. This class adds five things at its hooks: it joins the run between loading a
-checkpoint and the first inner step, tells the method of every inner step, stops at an inner-step boundary when asked to,
-paces steps for honest measurement, and keeps the trace.
+checkpoint and the first inner step, tells the method of every inner step, stops between inner steps when asked to, paces
+steps for honest measurement, and keeps the trace.
 """
 
 import os
@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,8 @@ from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.metrics import IslandMetrics
 from torchtitan_diloco.island.parameters import IslandParameters
-from torchtitan_diloco.observe.events import Trace
+from torchtitan_diloco.island.schedule import move_schedule
+from torchtitan_diloco.observe.events import INCARNATION, Trace
 
 RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
 
@@ -62,26 +64,22 @@ class DiLoCoTrainer(Trainer):
     metrics_processor: IslandMetrics
 
     def __init__(self, config: Config) -> None:
-        cpu.adapt_config(config, config.written)
-        super().__init__(config)
-        cpu.adapt_model(self.model_parts)
         self.started = time.time()
         self.drain = DrainFlag()
         self.drain.install()
         self.drained = False
+        cpu.adapt_config(config, config.written)
+        super().__init__(config)
+        cpu.adapt_model(self.model_parts)
         self.group = IslandGroup(GROUP_TIMEOUT_S)
-        self.incarnation = self.group.tell(uuid.uuid4().hex[:12])
+        self.incarnation = self.group.tell(os.environ.get(INCARNATION) or uuid.uuid4().hex[:12])
         folder = Path(config.dump_folder)
         self.trace = Trace(folder if self.group.rank == 0 else None, config.island.id, self.incarnation)
         self.trace.event("start")
         self.trace.state("running")
         dims, training = self.parallel_dims, config.training
-        self.tokens_per_step = (
-            self.gradient_accumulation_steps
-            * training.local_batch_size
-            * (dims.dp_replicate * dims.dp_shard)
-            * training.seq_len
-        )
+        sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+        self.tokens_per_step = self.gradient_accumulation_steps * sequences * training.seq_len
         self.metrics_processor.trace = self.trace
         self.metrics_processor.last_step = training.steps
         self.metrics_processor.tokens_per_step = self.tokens_per_step
@@ -103,7 +101,7 @@ class DiLoCoTrainer(Trainer):
             parameters=IslandParameters(self.model_parts, self.group),
             trace=self.trace,
             drain=self.drain,
-            make_transport=lambda merge: make_transport(config.island, config.lighthouse, config.transport, merge),
+            make_transport=partial(make_transport, config.island, config.lighthouse, config.transport),
             settings=config.agreement,
             position=lambda: int(getattr(self.dataloader, "position", 0)),
             set_position=self._set_position,
@@ -126,7 +124,11 @@ class DiLoCoTrainer(Trainer):
         return super().batch_generator(data_iterable)
 
     def should_continue_training(self) -> bool:
-        if not self.drained and self.step < self.config.training.steps and self.group.any(self.drain.is_set()):
+        if (
+            not self.drained
+            and self.step < self.config.training.steps
+            and self.group.any(self.drain.is_set())
+        ):
             self._stop_early()
         return not self.drained and super().should_continue_training()
 
@@ -163,14 +165,9 @@ class DiLoCoTrainer(Trainer):
         """Go on at ``step`` of run progress: step count and learning rate are the run's, not this island's own."""
         if step == self.step:
             return
-        self.step = self.trace.step = step
-        for scheduler in self.lr_schedulers.schedulers:
-            # load_state_dict alone leaves the groups' lr until the next step() (TorchTitan 0.3.0).
-            scheduler.last_epoch = step
-            rates = [base * scale(step) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            scheduler._last_lr = rates
+        self.step: int = step
+        self.trace.step = step
+        move_schedule(self.lr_schedulers, step)
 
     def _restore(self, checkpointer: IslandCheckpointManager) -> None:
         saved = checkpointer.load_outer(self.step)
@@ -184,14 +181,20 @@ class DiLoCoTrainer(Trainer):
         try:
             self.method.restore(*saved)
         except (ValueError, KeyError) as error:
-            raise UserError(f"checkpoint.folder: the outer state of step-{self.step} does not fit: {error}") from error
+            raise UserError(
+                f"checkpoint.folder: the outer state of step-{self.step} does not fit: {error}"
+            ) from error
 
     def _stop_early(self) -> None:
         reason = self.drain.reason or "another rank was asked to stop"
         self.trace.event("drain", reason=reason, phase="inner step", deadline=None)
         self.drained = True
         kept = self.checkpointer.save_for_drain(self.step) if self.step > 0 else False  # type: ignore[attr-defined]
-        self.trace.state("resume", reason if kept else f"{reason}; nothing saved, since checkpoint.enable is off")
+        self.trace.state(
+            "resume", reason if kept else f"{reason}; nothing saved, since checkpoint.enable is off"
+        )
 
     def _trace_checkpoint(self, path: str, seconds: float) -> None:
-        self.trace.event("checkpoint", path=path, seconds=seconds, durable=self.config.checkpoint.async_mode == "disabled")
+        self.trace.event(
+            "checkpoint", path=path, seconds=seconds, durable=self.config.checkpoint.async_mode == "disabled"
+        )

@@ -97,7 +97,9 @@ def read_outer(folder: Path) -> State | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UserError(f"checkpoint.folder: {folder}/outer.json is damaged ({error}); remove {folder}") from error
+        raise UserError(
+            f"checkpoint.folder: {folder}/outer.json is damaged ({error}); remove {folder}"
+        ) from error
     target = folder / "outer.safetensors"
     try:
         with open(target, "rb") as file:
@@ -105,5 +107,7 @@ def read_outer(folder: Path) -> State | None:
     except FileNotFoundError:
         sha256 = "nothing"
     if sha256 != description.pop("sha256", None):
-        raise UserError(f"checkpoint.folder: {target} does not match its hash; remove {folder} to go on from an older one")
+        raise UserError(
+            f"checkpoint.folder: {target} does not match its hash; remove {folder} to go on from an older one"
+        )
     return description, load_file(target)

@@ -55,6 +55,9 @@ def serve(options: LighthouseOptions) -> None:
     Raises UserError: torchft missing, port taken, address not ours.
     """
     require_torchft()
+    os.environ.setdefault(
+        "RUST_LOG", "warn"
+    )  # at TorchFT's default, "info", it logs every quorum: gigabytes a week
     # Blocked before the server's threads exist, so that all of them inherit it and only sigwait takes these signals.
     stop = {signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stop)

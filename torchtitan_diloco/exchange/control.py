@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 SHELVED = 2  # published states kept for readers in the middle of a heal
 MESSAGE_LIMIT = 65536  # bytes
+PEER_TIMEOUT_S = 10.0  # one request to a peer
 RUN_HEADER = "x-diloco-run"
 
 
@@ -44,7 +45,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         setting = f"island.port = {port}" if port else f"island.advertise = {host}"
-        raise UserError(f"{setting}: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
+        raise UserError(
+            f"{setting}: cannot listen on {host}:{port} ({error.strerror}); choose another"
+        ) from error
     return sock
 
 
@@ -56,7 +59,12 @@ class ControlServer:
     """Serves this island's messages, settings and outer state to its peers."""
 
     def __init__(
-        self, host: str, port: int, run_id: str, settings: dict[str, Any], deliver: Callable[[Member, Message], None]
+        self,
+        host: str,
+        port: int,
+        run_id: str,
+        settings: dict[str, Any],
+        deliver: Callable[[Member, Message], None],
     ) -> None:
         self._run_id = run_id
         self._settings = settings
@@ -77,7 +85,9 @@ class ControlServer:
         )
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [sock]}, daemon=True, name="control")
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [sock]}, daemon=True, name="control"
+        )
         self._thread.start()
         self._sock = sock
 
@@ -123,7 +133,9 @@ class ControlServer:
                 return JSONResponse({"error": "no state yet"}, status_code=404)
             key, state = list(self._shelf.items())[-1]
             step = self.step
-        return JSONResponse({"key": key, "step": step, "state": state.describe(), "tensors": sorted(state.tensors())})
+        return JSONResponse(
+            {"key": key, "step": step, "state": state.describe(), "tensors": sorted(state.tensors())}
+        )
 
     async def _tensor(self, request: Request) -> Response:
         if refused := self._refused(request):
@@ -158,10 +170,16 @@ class Outbox:
     def _run(self, to: Member) -> None:
         waiting = self._queues[to]
         # trust_env off: peers of this transport are reached directly, never through a site's web proxy.
-        with httpx.Client(timeout=self._timeout_s, trust_env=False, headers={RUN_HEADER: self._run_id}) as client:
+        with httpx.Client(
+            timeout=self._timeout_s, trust_env=False, headers={RUN_HEADER: self._run_id}
+        ) as client:
             while (item := waiting.get()) is not None:
                 url, message = item
-                body = {"island": self._me.island, "incarnation": self._me.incarnation, "message": to_json(message)}
+                body = {
+                    "island": self._me.island,
+                    "incarnation": self._me.incarnation,
+                    "message": to_json(message),
+                }
                 try:
                     client.post(f"{url}/message", json=body).raise_for_status()
                 except httpx.HTTPError as error:

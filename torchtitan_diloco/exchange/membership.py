@@ -85,7 +85,7 @@ class Membership:
                 "build it from source or choose another transport"
             ) from error
         self._client_class = LighthouseClient
-        self._address = address
+        self.address = address
         self._me = me
         self._heartbeat_interval_s = heartbeat_interval_s
         self._quorum_interval_s = quorum_interval_s
@@ -106,14 +106,14 @@ class Membership:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                self._client_class(self._address, connect_timeout=timedelta(seconds=2)).heartbeat(
+                self._client_class(self.address, connect_timeout=timedelta(seconds=2)).heartbeat(
                     self._replica_id, timeout=timedelta(seconds=2)
                 )
                 break
-            except Exception as error:  # torchft raises whatever its runtime gives; the cause is shown
+            except Exception as error:
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"lighthouse.address = {self._address}: no Lighthouse answers there within {patience_s:g} s "
+                        f"lighthouse.address = {self.address}: no Lighthouse answers there within {patience_s:g} s "
                         f"({error}); start one with `torchtitan-diloco lighthouse` or correct the address"
                     ) from error
                 time.sleep(0.5)
@@ -153,9 +153,9 @@ class Membership:
         client = None
         while not self._stop.wait(self._heartbeat_interval_s):
             try:
-                client = client or self._client_class(self._address, connect_timeout=timedelta(seconds=2))
+                client = client or self._client_class(self.address, connect_timeout=timedelta(seconds=2))
                 client.heartbeat(self._replica_id, timeout=timedelta(seconds=2))
-            except Exception as error:  # as above: the Lighthouse may be away for a while; the quorum thread reports it
+            except Exception as error:  # noqa: BLE001 - as above; the quorum thread reports that it is away
                 logger.debug("heartbeat lost: %s", error)
                 client = None
 
@@ -165,9 +165,9 @@ class Membership:
             me = self._me
             data = {name: getattr(me, name) for name in Peer.__dataclass_fields__}
             try:
-                client = client or self._client_class(self._address, connect_timeout=timedelta(seconds=2))
+                client = client or self._client_class(self.address, connect_timeout=timedelta(seconds=2))
                 quorum = client.quorum(self._replica_id, timedelta(seconds=10), data=data)
-            except Exception as error:  # as above
+            except Exception as error:  # noqa: BLE001 - as above
                 if self.lost_since is None:
                     self.lost_since = time.time()
                 logger.debug("no quorum: %s", error)
@@ -182,7 +182,9 @@ class Membership:
     def _see(self, peers: list[Peer]) -> None:
         view = newest([p for p in peers if p.run_id == self._me.run_id])
         for stranger in [p for p in peers if p.run_id != self._me.run_id]:
-            logger.warning("island %d of another run (%s) asks this Lighthouse", stranger.island, stranger.run_id)
+            logger.warning(
+                "island %d of another run (%s) asks this Lighthouse", stranger.island, stranger.run_id
+            )
         with self.changed:
             self.peers = view
             self.quorums += 1

@@ -8,14 +8,16 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable
+from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
-from torchtitan_diloco.exchange.protocol import Abandon, Bulk, Effect, Finished, Merge, Renew, Send, SlotProtocol
+from torchtitan_diloco.exchange.protocol import Merge, SlotProtocol
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
@@ -87,7 +89,7 @@ class MemoryNet:
         members = tuple(self.nodes[island].me for island in sorted(self.nodes))
         epoch = Epoch(f"epoch-{next(self._epochs)}", members)
         for i, member in enumerate(members):
-            self.at(delay * (1 + i), lambda member=member: self._enter(member, epoch))  # type: ignore[misc]
+            self.at(delay * (1 + i), partial(self._enter, member, epoch))
 
     def _enter(self, member: Member, epoch: Epoch) -> None:
         node = self.nodes.get(member.island)
@@ -142,16 +144,22 @@ class MemoryNet:
             ]
             lost = any(not fate.delays for fate in fates)
             delay = max((max(fate.delays, default=BULK_TIMEOUT_S) for fate in fates), default=0.0)
-            self.at(delay, lambda r=receiver, lost=lost: self._end_bulk(r, bulk.attempt, None if lost else payloads))  # type: ignore[misc]
+            self.at(delay, partial(self._end_bulk, receiver, bulk.attempt, None if lost else payloads))
             for fate in fates:
                 self._crash(fate)
 
-    def _end_bulk(self, to: Member, attempt: tuple[int, str], payloads: dict[int, torch.Tensor] | None) -> None:
+    def _end_bulk(
+        self, to: Member, attempt: tuple[int, str], payloads: dict[int, torch.Tensor] | None
+    ) -> None:
         node = self.nodes.get(to.island)
         if node is None or node.me != to:
             return
         protocol = node.protocol
-        node.perform(protocol.bulk_failed(attempt, "lost") if payloads is None else protocol.bulk_done(attempt, payloads))
+        node.perform(
+            protocol.bulk_failed(attempt, "lost")
+            if payloads is None
+            else protocol.bulk_done(attempt, payloads)
+        )
 
     def _give_up(self, me: Member, bulk: Bulk) -> None:
         if self._bulks.get(bulk.attempt, {}).get(me) is bulk:
@@ -174,7 +182,7 @@ class MemoryTransport(Transport):
 
     merge: Merge
     net: MemoryNet = field(default_factory=MemoryNet)
-    me: Member = Member(0, "")
+    me: Member = field(default_factory=lambda: Member(0, ""))
     state: OuterState | None = None
     step: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
@@ -256,6 +264,8 @@ class MemoryTransport(Transport):
 
 
 @register_transport("memory")
-def alone(island: IslandConfig, lighthouse: LighthouseConfig, transport: TransportConfig, merge: Merge) -> Transport:
+def alone(
+    island: IslandConfig, lighthouse: LighthouseConfig, transport: TransportConfig, merge: Merge
+) -> Transport:
     """As ``[transport] kind``: a network of one island, which takes the outer step on its own delta."""
     return MemoryTransport(merge)

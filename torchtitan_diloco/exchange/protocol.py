@@ -11,87 +11,28 @@ to leave; a void attempt is tried again under the next epoch, at most ``MAX_TRIE
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
-from torchtitan_diloco.exchange.messages import Announce, Answer, Ask, Confirm, Epoch, Member, Message, Outcome
+from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Offer, Phase, Renew, Send
+from torchtitan_diloco.exchange.messages import (
+    Announce,
+    Answer,
+    Ask,
+    Confirm,
+    Epoch,
+    Member,
+    Message,
+    Outcome,
+)
 from torchtitan_diloco.outer.digest import digest
 from torchtitan_diloco.outer.merge import Contribution
-from torchtitan_diloco.outer.policy import Header, Roll, call_roll
+from torchtitan_diloco.outer.policy import Header, call_roll
 
 MAX_TRIES = 3
 REMEMBERED = 64  # slots whose outcome is kept for those who ask late
 
 Merge = Callable[[Sequence[Contribution]], tuple[torch.Tensor, list[float]]]
-
-
-class Phase(Enum):
-    HEADERS = "headers"
-    BULK = "bulk"
-    CONFIRM = "confirm"
-    RESOLVE = "outcome"
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    to: Member
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Bulk:
-    """Exchange the payload with ``members`` (all of whom do the same), then call ``bulk_done`` or ``bulk_failed``."""
-
-    attempt: tuple[int, str]
-    members: tuple[Member, ...]
-    payload: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The bulk of this attempt is no longer wanted; its end is ignored."""
-
-    attempt: tuple[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Renew:
-    """Ask for a new membership epoch, since the present one cannot be used again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    outcome: Outcome
-
-
-Effect = Send | Bulk | Abandon | Renew | Finished
-
-
-@dataclass(slots=True)
-class Offer:
-    header: Header
-    payload: torch.Tensor
-    tries: int = 0
-    phase: Phase = Phase.HEADERS
-    epoch: Epoch | None = None
-    roll: Roll | None = None
-    merged: torch.Tensor | None = None
-    digest: str = ""
-    weights: tuple[float, ...] = ()
-    confirms: dict[int, str] = field(default_factory=dict)
-    answers: set[int] = field(default_factory=set)
-
-    @property
-    def slot(self) -> int:
-        return self.header.slot
-
-    def others(self, me: Member) -> list[Member]:
-        """The other members this attempt needs."""
-        assert self.epoch is not None
-        needed = self.roll.members if self.roll else self.epoch.islands()
-        return [m for m in self.epoch.members if m != me and m.island in needed]
 
 
 class SlotProtocol:
@@ -148,7 +89,10 @@ class SlotProtocol:
         assert offer.roll is not None
         headers = {m.island: a.header for m, a in self.headers[attempt].items()}
         merged, weights = self.merge(
-            [Contribution(i, headers[i].steps, headers[i].tokens, payloads[i]) for i in offer.roll.contributors]
+            [
+                Contribution(i, headers[i].steps, headers[i].tokens, payloads[i])
+                for i in offer.roll.contributors
+            ]
         )
         offer.merged, offer.weights, offer.digest = merged, tuple(weights), digest(merged)
         offer.phase = Phase.CONFIRM
@@ -173,7 +117,10 @@ class SlotProtocol:
             attempt = (offer.slot, offer.epoch.id)
             self.void.add(attempt)
             if offer.phase is Phase.BULK:
-                effects = [Abandon(attempt), *self._tell(Confirm(attempt[1], attempt[0], None, "island withdrew"))]
+                effects = [
+                    Abandon(attempt),
+                    *self._tell(Confirm(attempt[1], attempt[0], None, "island withdrew")),
+                ]
         return [*effects, *self._finish(Outcome(offer.slot, "withdrawn", reason="asked to stop"))]
 
     def tick(self) -> list[Effect]:
@@ -256,7 +203,9 @@ class SlotProtocol:
         if offer is None or offer.slot != message.slot:
             return []
         if message.status == "behind":
-            return self._finish(Outcome(offer.slot, "behind", reason=f"committed without us by island {sender.island}"))
+            return self._finish(
+                Outcome(offer.slot, "behind", reason=f"committed without us by island {sender.island}")
+            )
         if message.status == "failed":
             if offer.phase is Phase.HEADERS:
                 return self._fail(f"given up by island {sender.island}")
@@ -345,7 +294,9 @@ class SlotProtocol:
         assert offer is not None and offer.roll is not None and offer.epoch is not None
         self.committed[offer.slot] = (offer.epoch.id, value)
         if value != offer.digest:
-            return self._finish(Outcome(offer.slot, "behind", reason="our merged bits differ from the reference's"))
+            return self._finish(
+                Outcome(offer.slot, "behind", reason="our merged bits differ from the reference's")
+            )
         heard = {m.island: a.header for m, a in self.headers[(offer.slot, offer.epoch.id)].items()}
         contributors = offer.roll.contributors
         return self._finish(

@@ -128,5 +128,7 @@ def register_transport(name: str) -> Callable[[Made], Made]:
 def transport_class(name: str) -> MakeTransport:
     """Raises UserError, listing what is registered, for an unknown name."""
     if name not in _TRANSPORTS:
-        raise UserError(f'transport.kind: "{name}" is not a transport; registered are {", ".join(sorted(_TRANSPORTS))}')
+        raise UserError(
+            f'transport.kind: "{name}" is not a transport; registered are {", ".join(sorted(_TRANSPORTS))}'
+        )
     return _TRANSPORTS[name]

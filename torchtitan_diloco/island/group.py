@@ -1,6 +1,5 @@
-"""The ranks of one island as one group: small agreements at inner-step boundaries, and flat buffers to and from the gateway."""
+"""The ranks of one island as one group: small agreements between inner steps, flat buffers to and from the gateway."""
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +22,9 @@ class IslandGroup:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.size = dist.get_world_size() if distributed else 1
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
-        )
+        self._group: Any = None  # torch's stubs give new_group a union that its own collectives refuse
+        if self.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property
     def is_gateway(self) -> bool:
@@ -68,7 +67,3 @@ class IslandGroup:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -41,9 +41,12 @@ class IslandMetrics(MetricsProcessor):
 
     def _build_metric_logger(self, *, config: Config, **arguments: Any) -> BaseLogger:
         # Upstream names TensorBoard's folder by the minute of the start, so that every restart begins another curve.
-        logger = super()._build_metric_logger(config=replace(config, enable_tensorboard=False), **arguments)
+        quiet: Any = replace(config, enable_tensorboard=False)  # type: ignore[call-arg]
+        logger = super()._build_metric_logger(config=quiet, **arguments)
         rank = dist.get_rank()
-        chosen = _get_metrics_rank(parallel_dims=arguments["parallel_dims"], pp_schedule=arguments["pp_schedule"])
+        chosen = _get_metrics_rank(
+            parallel_dims=arguments["parallel_dims"], pp_schedule=arguments["pp_schedule"]
+        )
         if not config.enable_tensorboard or not (config.save_for_all_ranks or rank == chosen):
             return logger
         folder = os.path.join(arguments["dump_folder"], config.save_tb_folder)

@@ -1,39 +1,21 @@
 """The island's parameters as whole, named float32 tensors: gathered to the gateway, scattered from it.
 
-Works for whatever layout the trainer chose (FSDP2, TP, both, PP, EP, one rank), because each rank merely states which box
-of which tensor it holds. Names are canonical: TorchTitan's ``canonical_fqn`` of the parameter, fused tensors as they are,
-so that islands may differ in activation checkpointing and in parallelism.
+Works for whatever layout the trainer chose (FSDP2, HSDP, TP, PP, together or alone, and one rank), because each rank
+merely states which box of which tensor it holds. Names are canonical: TorchTitan's ``canonical_fqn`` of the parameter,
+fused tensors as they are, so that islands may differ in activation checkpointing and in parallelism.
 """
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.group import GATEWAY, IslandGroup
-from torchtitan_diloco.outer.fragments import Fragment, TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """The part of a tensor that one rank holds: ``offset`` and ``shape`` per dimension, within the whole tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This box of the whole tensor, as a view."""
-        index = tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
-        return whole[index] if index else whole
+from torchtitan_diloco.island.layout import Box, Layout, Report, UnsupportedLayout, box_of
+from torchtitan_diloco.outer.fragments import Fragment
 
 
 def canonical_tensors(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,79 +43,101 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def box_of(tensor: torch.Tensor) -> Box:
-    if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(offset), tuple(shape))
-
-
 class IslandParameters:
     """Gather and scatter of the exchanged tensors of one island. All ranks call each method together.
 
-    Raises UserError when the ranks' shards do not tile a tensor exactly once (a layout that is not supported).
+    Raises UserError, on every rank, when the ranks' shards do not make up each tensor exactly once, or when torch
+    cannot tell which part of a tensor a shard is (a layout that is not supported).
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], group: IslandGroup) -> None:
         self.group = group
-        self._local = dict(canonical_tensors(model_parts))
-        mine = {name: (tuple(t.shape), t.dtype, box_of(t)) for name, t in self._local.items()}
-        ranks: list[dict[str, tuple[tuple[int, ...], torch.dtype, Box]]] = group.collect(mine)
-        self._boxes: list[dict[str, Box]] = [{name: box for name, (_, _, box) in rank.items()} for rank in ranks]
-        self.specs: dict[str, TensorSpec] = {}
-        for rank in ranks:
-            for name, (shape, dtype, _) in rank.items():
-                self.specs[name] = TensorSpec(name, shape, dtype)
-        # Of ranks that hold the same box (replicas), the first one sends it.
-        self._senders: list[set[str]] = [set() for _ in ranks]
-        for name, spec in self.specs.items():
-            taken: set[Box] = set()
-            for boxes, sends in zip(self._boxes, self._senders, strict=True):
-                box = boxes.get(name)
-                if box is not None and box.numel and box not in taken:
-                    taken.add(box)
-                    sends.add(name)
-            self._check_tiling(spec, taken)
+        model_parts = list(model_parts)
+        self._sharded = [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
+        self._local: dict[str, torch.Tensor] = {}
+        problems, holdings = [], {}
+        for name, tensor in canonical_tensors(model_parts):
+            if name in self._local:
+                problems.append(f"two tensors are called {name}")
+            self._local[name] = tensor
+            try:
+                holdings[name] = (tuple(tensor.shape), tensor.dtype, box_of(tensor))
+            except UnsupportedLayout as problem:
+                problems.append(f"{name} {problem}")
+        reports: list[Report] = group.collect(Report.of(holdings, problems))
+        layout = Layout.of(reports)
+        if layout.problems:
+            shown, more = layout.problems[:3], len(layout.problems) - 3
+            raise UserError(
+                f"parallelism: {'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}: this layout cannot be "
+                "exchanged with other islands; change the parallelism degrees of this island"
+            )
+        self.specs = layout.specs
+        self._senders = layout.senders
+        # The gateway cuts for everybody; the others only look after themselves.
+        wanted = range(group.size) if group.is_gateway else [group.rank]
+        self._boxes: dict[int, dict[str, Box]] = {rank: reports[rank].box_table() for rank in wanted}
 
     def snapshot(self, fragment: Fragment) -> torch.Tensor | None:
         """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only."""
         if not self.group.is_gateway:
-            self.group.send(self._pack(fragment, self.group.rank, only_sent=True), GATEWAY)
+            self._send_shards(fragment)
             return None
         flat = torch.empty(fragment.numel, dtype=torch.float32)
-        for rank in range(self.group.size):
-            if rank == GATEWAY:
-                buffer = self._pack(fragment, rank, only_sent=True)
-            else:
-                buffer = torch.empty(self._length(fragment, rank, only_sent=True), dtype=torch.float32)
-                self.group.receive(buffer, rank)
-            for whole, box, values in self._split(fragment, rank, flat, buffer, only_sent=True):
-                box.of(whole).copy_(values)
+        wholes = {spec.name: view for spec, view in fragment.views(flat)}
+        for name in self._names(fragment, GATEWAY, only_sent=True):
+            self._boxes[GATEWAY][name].of(wholes[name]).copy_(local_part(self._local[name]))
+        for rank in range(1, self.group.size):
+            length = self._length(fragment, rank, only_sent=True)
+            if length == 0:
+                continue
+            buffer = torch.empty(length, dtype=torch.float32)
+            self.group.receive(buffer, rank)
+            for name, box, values in self._split(fragment, rank, buffer, only_sent=True):
+                box.of(wholes[name]).copy_(values)
         return flat
 
     @torch.no_grad()
     def scatter(self, fragment: Fragment, flat: torch.Tensor | None) -> None:
-        """Overwrite the fragment on all ranks with ``flat`` (as ``snapshot`` gives it; needed on the gateway only)."""
-        if self.group.is_gateway:
-            assert flat is not None
-            for rank in range(self.group.size):
-                buffer = torch.empty(self._length(fragment, rank), dtype=torch.float32)
-                for whole, box, values in self._split(fragment, rank, flat, buffer):
-                    values.copy_(box.of(whole))
-                if rank == GATEWAY:
-                    mine = buffer
-                else:
-                    self.group.send(buffer, rank)
-        else:
-            mine = torch.empty(self._length(fragment, self.group.rank), dtype=torch.float32)
-            self.group.receive(mine, GATEWAY)
-        offset = 0
-        for name in self._names(fragment, self.group.rank):
-            local = local_part(self._local[name])
-            local.copy_(mine[offset : offset + local.numel()].view(local.shape))
-            offset += local.numel()
+        """Overwrite the fragment on all ranks with ``flat`` (as ``snapshot`` gives it; needed on the gateway only).
+
+        Values are rounded to the dtype that the island trains in.
+        """
+        for module in self._sharded:
+            module.reshard()  # FSDP would go on computing with whole copies that an evaluation has left behind
+        if not self.group.is_gateway:
+            self._receive_shards(fragment)
+            return
+        assert flat is not None
+        wholes = {spec.name: view for spec, view in fragment.views(flat)}
+        for rank in range(1, self.group.size):
+            length = self._length(fragment, rank)
+            if length == 0:
+                continue
+            buffer = torch.empty(length, dtype=torch.float32)
+            for name, box, values in self._split(fragment, rank, buffer):
+                values.copy_(box.of(wholes[name]))
+            self.group.send(buffer, rank)
+        for name in self._names(fragment, GATEWAY):
+            local_part(self._local[name]).copy_(self._boxes[GATEWAY][name].of(wholes[name]))
 
     # ---- one rank's shards as one flat buffer, in the order of the fragment's pieces --------------------------------
+
+    def _send_shards(self, fragment: Fragment) -> None:
+        rank = self.group.rank
+        buffer = torch.empty(self._length(fragment, rank, only_sent=True), dtype=torch.float32)
+        for name, _, values in self._split(fragment, rank, buffer, only_sent=True):
+            values.copy_(local_part(self._local[name]))
+        if buffer.numel():
+            self.group.send(buffer, GATEWAY)
+
+    def _receive_shards(self, fragment: Fragment) -> None:
+        rank = self.group.rank
+        buffer = torch.empty(self._length(fragment, rank), dtype=torch.float32)
+        if buffer.numel():
+            self.group.receive(buffer, GATEWAY)
+        for name, _, values in self._split(fragment, rank, buffer):
+            local_part(self._local[name]).copy_(values)
 
     def _names(self, fragment: Fragment, rank: int, only_sent: bool = False) -> list[str]:
         held = self._senders[rank] if only_sent else self._boxes[rank]
@@ -142,37 +146,12 @@ class IslandParameters:
     def _length(self, fragment: Fragment, rank: int, only_sent: bool = False) -> int:
         return sum(self._boxes[rank][name].numel for name in self._names(fragment, rank, only_sent))
 
-    def _pack(self, fragment: Fragment, rank: int, only_sent: bool) -> torch.Tensor:
-        buffer = torch.empty(self._length(fragment, rank, only_sent), dtype=torch.float32)
-        offset = 0
-        for name in self._names(fragment, rank, only_sent):
-            local = local_part(self._local[name])
-            buffer[offset : offset + local.numel()].view(local.shape).copy_(local)
-            offset += local.numel()
-        return buffer
-
     def _split(
-        self, fragment: Fragment, rank: int, flat: torch.Tensor, buffer: torch.Tensor, only_sent: bool = False
-    ) -> Iterator[tuple[torch.Tensor, Box, torch.Tensor]]:
-        """(whole tensor, box, that rank's values) for each shard in the rank's buffer."""
-        wholes = {spec.name: view for spec, view in fragment.views(flat)}
+        self, fragment: Fragment, rank: int, buffer: torch.Tensor, only_sent: bool = False
+    ) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """(name, box, values) for each shard in the rank's buffer."""
         offset = 0
         for name in self._names(fragment, rank, only_sent):
             box = self._boxes[rank][name]
-            yield wholes[name], box, buffer[offset : offset + box.numel].view(box.shape)
+            yield name, box, buffer[offset : offset + box.numel].view(box.shape)
             offset += box.numel
-
-    @staticmethod
-    def _check_tiling(spec: TensorSpec, boxes: set[Box]) -> None:
-        """The boxes cover each element exactly once: their sizes add up and no two overlap."""
-        parts = sorted(boxes, key=lambda box: box.offset)
-        overlap = any(
-            all(a.offset[d] < b.offset[d] + b.shape[d] and b.offset[d] < a.offset[d] + a.shape[d] for d in range(len(spec.shape)))
-            for i, a in enumerate(parts)
-            for b in parts[i + 1 :]
-        )
-        if overlap or sum(box.numel for box in parts) != spec.numel:
-            raise UserError(
-                f"parallelism: the shards of {spec.name} {spec.shape} do not tile it exactly once, so this layout cannot be "
-                "exchanged; change the parallelism degrees of this island"
-            )

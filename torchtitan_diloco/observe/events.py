@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+INCARNATION = "TORCHTITAN_DILOCO_INCARNATION"
+"""Environment variable by which a launcher names this start of the island; without it the island makes up a name."""
+
 
 def write_json(path: Path, value: Any) -> None:
     """Replace ``path`` by the value, whole or not at all."""
@@ -35,7 +38,13 @@ class Trace:
     def event(self, event: str, **fields: Any) -> None:
         if self._file is None:
             return
-        head = {"t": time.time(), "event": event, "island": self.island, "incarnation": self.incarnation, "step": self.step}
+        head = {
+            "t": time.time(),
+            "event": event,
+            "island": self.island,
+            "incarnation": self.incarnation,
+            "step": self.step,
+        }
         self._file.write(json.dumps({**head, **fields}) + "\n")
 
     def state(self, state: str, reason: str = "") -> None:

@@ -82,7 +82,7 @@ class IslandFigures:
     step: int = 0
     """The furthest step."""
     current_step: int = 0
-    """Step of the latest `inner` event: behind `step` while steps lost in a crash are repeated."""
+    """Step of the latest `inner` or `drain` event: behind `step` while steps lost in a crash are repeated."""
     tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
@@ -98,10 +98,13 @@ class IslandFigures:
     waiting: str = ""
     """For whom and why the island waits now; empty while it works."""
     error: str = ""
+    ended: bool = False
+    """Whether the latest incarnation has written `end`: trained to the last step and saved."""
     digests: dict[int, str] = field(default_factory=dict)
     """Committed slot -> anchor digest, the latest `KEPT_DIGESTS` of them."""
     _counted: int = 0
     """Steps up to here are in `tokens`, or were not trained by this island but adopted from a peer."""
+    _step_tokens: int = 0
     _inner_since: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     KEPT_DIGESTS = 4096
@@ -125,13 +128,19 @@ class IslandFigures:
                 self.waiting = _waiting(event)
             elif kind == "inner":
                 self._inner(event)
+            elif kind == "drain":
+                # Steps since the last `inner` event, of which there will be none for them.
+                self._trained_to(int(event.get("step") or 0))
             elif kind == "round":
                 self._round(event)
             elif kind in ("join", "heal"):
                 self._counted = max(self._counted, int(event.get("step") or 0))
             elif kind == "error":
                 self.error = str(event.get("message") or event.get("kind") or "")
+            elif kind == "start":
+                self.ended = False
             elif kind == "end":
+                self.ended = True
                 self.tokens = int(event.get("tokens") or self.tokens)
             if kind in ("start", "join", "heal", "inner", "round", "leave", "end"):
                 self.waiting = ""
@@ -144,11 +153,8 @@ class IslandFigures:
             int(event.get("tokens") or 0),
             float(event.get("seconds") or 0.0),
         )
-        # One `inner` event stands for all steps since the one before it; its tokens are those of one step.
-        self.tokens += tokens * max(0, step - self._counted)
-        self._counted = max(self._counted, step)
-        self.current_step = step
-        self.step = max(self.step, step)
+        self._step_tokens = tokens
+        self._trained_to(step)
         loss = event.get("loss")
         if isinstance(loss, int | float):
             self.first_loss = float(loss) if self.first_loss is None else self.first_loss
@@ -159,6 +165,13 @@ class IslandFigures:
         first, last = self._inner_since.get(incarnation, (now, now))
         self._inner_since[incarnation] = (first, now)
         self.inner_wall_s += max(0.0, now - last)
+
+    def _trained_to(self, step: int) -> None:
+        # One `inner` event stands for all steps since the one before it; its tokens are those of one step.
+        self.tokens += self._step_tokens * max(0, step - self._counted)
+        self._counted = max(self._counted, step)
+        self.current_step = step
+        self.step = max(self.step, step)
 
     def _round(self, event: Event) -> None:
         self.slot = int(event["round"])

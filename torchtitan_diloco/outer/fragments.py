@@ -54,7 +54,9 @@ class Fragment:
         for piece in self.pieces:
             yield piece.spec, flat[piece.slice].view(piece.spec.shape)
 
-    def flatten(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def flatten(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """The inverse of ``views``: one new flat buffer from whole tensors by name."""
         flat = torch.empty(self.numel, dtype=dtype)
         for spec, view in self.views(flat):

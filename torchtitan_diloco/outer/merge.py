@@ -1,5 +1,6 @@
 """Merge rules: how the deltas of several islands become one."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +12,7 @@ Weight = Literal["tokens", "steps", "equal"]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one island brings to a slot: the inner steps and tokens since it last applied the fragment, and its delta."""
+    """What one island brings to a slot: inner steps and tokens since it last applied the fragment, and its delta."""
 
     island: int
     steps: int
@@ -31,7 +32,8 @@ def weights(counts: Sequence[tuple[int, int]], kind: Weight) -> list[float]:
         raw = [float(steps) for steps, _ in counts]
     else:
         raw = [tokens * tokens / steps if steps else 0.0 for steps, tokens in counts]
-    total = sum(raw)
+    # sum() rounds differently from Python 3.12 on, and islands need not run the same one.
+    total = math.fsum(raw)
     if total == 0.0:
         raise ValueError("no island made an inner step since its last slot")
     return [value / total for value in raw]

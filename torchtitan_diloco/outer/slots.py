@@ -19,7 +19,9 @@ class SlotClock:
 
     def __post_init__(self) -> None:
         if not 1 <= self.fragments <= self.sync_every:
-            raise ValueError(f"fragments must lie in 1..sync_every, got {self.fragments} of {self.sync_every}")
+            raise ValueError(
+                f"fragments must lie in 1..sync_every, got {self.fragments} of {self.sync_every}"
+            )
 
     def slot_after(self, step: int) -> int | None:
         """The slot that is due when ``step`` inner steps of run progress are done, or None."""

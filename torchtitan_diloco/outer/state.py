@@ -36,7 +36,9 @@ class OuterState:
     positions: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def found(cls, fragments: Sequence[Fragment], optimizer: OuterSGD, anchors: Sequence[torch.Tensor]) -> "OuterState":
+    def found(
+        cls, fragments: Sequence[Fragment], optimizer: OuterSGD, anchors: Sequence[torch.Tensor]
+    ) -> "OuterState":
         """A run's first state, version 0 of every fragment."""
         return cls(fragments, optimizer, [FragmentState(a, None, 0, digest(a)) for a in anchors])
 
@@ -92,7 +94,9 @@ class OuterState:
         not match its digest.
         """
         if description.get("format") != FORMAT:
-            raise ValueError(f"outer state has format {description.get('format')!r}, this version reads {FORMAT}")
+            raise ValueError(
+                f"outer state has format {description.get('format')!r}, this version reads {FORMAT}"
+            )
         states = []
         for i, (fragment, entry) in enumerate(zip(self.fragments, description["fragments"], strict=True)):
             anchor, momentum = tensors.get(f"anchor.{i}"), tensors.get(f"momentum.{i}")

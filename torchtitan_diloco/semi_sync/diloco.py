@@ -69,7 +69,9 @@ class DiLoCo(SemiSync):
         future: Future[Joined] | None = None
         if self.group.is_gateway:
             if self.outer is None:
-                self.outer = OuterState.found(self.fragments, self.optimizer, [a for a in anchors if a is not None])
+                self.outer = OuterState.found(
+                    self.fragments, self.optimizer, [a for a in anchors if a is not None]
+                )
             future = in_background(self._enter, step)
         joined = self._await_state(future)
         if joined.heals:
@@ -152,7 +154,9 @@ class DiLoCo(SemiSync):
     def exchange(self, slot: int, step: int) -> int:
         """One whole slot, due at ``step``; training waits for it. Returns the step to go on from."""
         self.send(slot)
-        outcome: Outcome = self._wait(self.poll, lambda: self.transport.withdraw() if self.transport else None)
+        outcome: Outcome = self._wait(
+            self.poll, lambda: self.transport.withdraw() if self.transport else None
+        )
         return self.settle(outcome, step)
 
     def send(self, slot: int) -> None:
@@ -194,7 +198,9 @@ class DiLoCo(SemiSync):
             assert outcome.merged is not None
             index = self.clock.fragment_of(outcome.slot)
             participants = list(outcome.participants)
-            self.outer.commit(outcome.slot, index, outcome.merged, participants, outcome.tokens, outcome.positions)
+            self.outer.commit(
+                outcome.slot, index, outcome.merged, participants, outcome.tokens, outcome.positions
+            )
         elif outcome.status == "failed":
             self.outer.fail(outcome.slot)
         self.transport.publish(self.outer)
@@ -205,7 +211,9 @@ class DiLoCo(SemiSync):
         assert self.open is not None
         index = self.clock.fragment_of(outcome.slot)
         if outcome.status == "committed":
-            self.parameters.scatter(self.fragments[index], self.outer.states[index].anchor if self.outer else None)
+            self.parameters.scatter(
+                self.fragments[index], self.outer.states[index].anchor if self.outer else None
+            )
             self.steps = self.tokens = 0
         elif outcome.status == "behind":
             future = in_background(self.transport.heal, self.outer) if self.transport and self.outer else None
@@ -245,7 +253,7 @@ class DiLoCo(SemiSync):
 
     def _wait(self, poll: Callable[[], T | None], on_drain: Callable[[], None]) -> T:
         setup = self.setup
-        waiting = lambda: self.transport.waiting() if self.transport else None  # noqa: E731
+        waiting = lambda: self.transport.waiting() if self.transport else None
         return wait_for(setup.group, setup.trace, setup.drain, poll, waiting=waiting, on_drain=on_drain)
 
     def _dump(self, name: str, flats: list[torch.Tensor]) -> None:
@@ -289,7 +297,7 @@ def in_background(call: Callable[..., T], *arguments: Any) -> "Future[T]":
     def run() -> None:
         try:
             future.set_result(call(*arguments))
-        except BaseException as error:  # handed to whoever reads the future
+        except BaseException as error:  # noqa: BLE001 - handed to whoever reads the future
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name=call.__name__).start()

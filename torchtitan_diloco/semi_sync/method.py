@@ -92,5 +92,7 @@ def make_method(setup: Setup) -> SemiSync:
     """Raises UserError, listing what is registered, for an unknown method."""
     name = setup.config.method
     if name not in _METHODS:
-        raise UserError(f'semi_sync.method: "{name}" is not a method; registered are {", ".join(sorted(_METHODS))}')
+        raise UserError(
+            f'semi_sync.method: "{name}" is not a method; registered are {", ".join(sorted(_METHODS))}'
+        )
     return _METHODS[name](setup)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.transport import Waiting
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
@@ -27,7 +26,7 @@ def wait_for(
     """Poll on the gateway until there is a value, and give it to all ranks.
 
     poll: called on the gateway only; blocks for a fraction of a second at most; its value must be small. on_drain: called
-    once on the gateway when some rank was asked to stop. UserError and Resumable of the gateway are raised on every rank.
+    once on the gateway when some rank was asked to stop. Whatever poll raises is raised on every rank.
     """
     reported = time.monotonic()
     draining = False
@@ -37,9 +36,7 @@ def wait_for(
             try:
                 value = poll()
                 message = ("more", None) if value is None else ("done", value)
-            except (UserError, Resumable) as error:
-                message = ("error", error)
-            except Exception as error:  # every rank must learn of it, or the others wait for ever
+            except Exception as error:  # noqa: BLE001 - every rank must learn of it, or the others wait for ever
                 message = ("error", error)
         kind, value = group.tell(message)
         if kind == "done":

@@ -1,7 +1,8 @@
 """Stands in for a trainer rank: trains nothing, but writes the trace of the contract and obeys SIGTERM.
 
-What it does beyond that is told by the JSON in FAKE_TRAINER: {"steps", "step_s", and by island number as string:
-"crash" {"island": step}, "crash_once" {...}, "fatal" {"island": reason}, "deaf" [islands], "digest" {"island": text}}.
+What it does beyond that is told by the JSON in FAKE_TRAINER: {"steps", "step_s"} and, with islands as strings,
+"crash" {island: step}, "fatal" {island: reason}, "digest" {island: text}, "deaf" and "dies_late"
+[island numbers].
 """
 
 import json
@@ -80,11 +81,9 @@ def main() -> int:
             event("round", step, round=step // 2, committed=True, stall_s=0.001, digest=digest)
         if script.get("crash", {}).get(island) == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        once = folder / "crashed"
-        if script.get("crash_once", {}).get(island) == step and not once.exists():
-            once.touch()
-            return 3
     event("end", step, tokens=100 * step)
+    if int(island) in script.get("dies_late", []):
+        os.abort()
     state("done", step)
     return 0
 

@@ -117,6 +117,12 @@ def test_an_island_that_dies_without_progress_is_given_up_and_the_others_finish(
     assert len(incarnations(run, 1)) == 3 - 1 and run.state(0)["state"] == "done"
 
 
+def test_an_island_that_dies_after_its_end_is_done_and_the_death_is_told(start_run: Start) -> None:
+    run = start_run(dies_late=[1])
+    assert run.end() == 0, run.output
+    assert "island 1 is done at step 10, then ended with exit code 1, see " in run.output
+
+
 def test_a_fatal_island_stops_the_run_with_its_reason_and_is_not_restarted(start_run: Start) -> None:
     run = start_run(fatal={"1": "data.sources: manifests differ"}, steps=1000)
     assert run.end() == 2, run.output

@@ -87,6 +87,14 @@ def test_repeating_steps_that_were_reached_before_is_no_progress(tmp_path: Path)
     assert len(starts) == 3
 
 
+def test_the_end_of_an_earlier_incarnation_does_not_make_this_one_done(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        json.dumps({"t": 1, "event": "end", "step": 50, "incarnation": "a"}) + "\n"
+    )
+    island, _ = supervise(tmp_path, max_restarts=0)
+    assert island.phase is Phase.FAILED
+
+
 def test_a_state_of_an_earlier_incarnation_does_not_count(tmp_path: Path) -> None:
     island = Island(0, 1, tmp_path, incarnation="new", launched_at=100.0)
     state = {"state": "fatal", "incarnation": "old", "t": 99.0}

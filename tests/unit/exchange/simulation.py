@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange.memory import Boundary, Fate, MemoryNet, MemoryTransport
 from torchtitan_diloco.exchange.transport import Hello
 from torchtitan_diloco.outer.digest import digest
@@ -38,7 +39,9 @@ class Actor:
             return
         self.steps += 4
         anchor = self.state.states[0]
-        noise = torch.tensor([float(hash((self.island, self.incarnation, self.state.slot, i)) % 97) for i in range(3)])
+        noise = torch.tensor(
+            [float(hash((self.island, self.incarnation, self.state.slot, i)) % 97) for i in range(3)]
+        )
         header = Header(
             self.island, self.state.slot, 0, anchor.version, anchor.digest, self.state.lineage,
             self.state.tokens_total, self.steps, self.steps * 10, True, self.state.slot,
@@ -66,12 +69,25 @@ class Actor:
         elif outcome.status == "failed":
             self.state.fail(outcome.slot)
         elif outcome.status == "behind":
-            if not self.transport._others():
-                return  # nobody to heal from: the schedule killed the rest
-            self.transport.heal(self.state)
-            self.steps = 0
+            self.heal()
+            return
+        self.go_on()
+
+    def go_on(self) -> None:
         self.transport.publish(self.state)
         self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, 1.5), self.window)
+
+    def heal(self) -> None:
+        """Take the state of another island; wait for one if the schedule has just killed the rest."""
+        if self.sim.net.nodes.get(self.island) is not self.transport:
+            return
+        try:
+            self.transport.heal(self.state)
+        except Resumable:
+            self.sim.net.at(WINDOW_S, self.heal)
+            return
+        self.steps = 0
+        self.go_on()
 
 
 class Simulation:
@@ -141,7 +157,9 @@ def random_script(seed: int, faults: int, boundaries: int = 120):
     rng = random.Random(seed)
     plan = {}
     for number in rng.sample(range(boundaries), faults):
-        plan[number] = rng.choice(["drop", "delay", "duplicate", "crash_sender", "crash_receiver", "crash_before"])
+        plan[number] = rng.choice(
+            ["drop", "delay", "duplicate", "crash_sender", "crash_receiver", "crash_before"]
+        )
 
     def script(boundary: Boundary) -> Fate:
         kind = plan.get(boundary.number)

@@ -58,6 +58,12 @@ def test_tokens_cover_the_steps_between_two_events_and_repeated_steps_count_once
     assert figures.tokens == 3001, "the island's own count wins"
 
 
+def test_steps_between_the_last_report_and_a_drain_count() -> None:
+    figures = IslandFigures()
+    figures.add([inner(10, 0.0), {"event": "drain", "t": 1.0, "step": 13, "incarnation": "a"}])
+    assert (figures.step, figures.tokens) == (13, 1300)
+
+
 def test_steps_adopted_from_a_peer_bring_no_tokens() -> None:
     figures = IslandFigures()
     figures.add(

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_diloco.observe.events import INCARNATION
 from torchtitan_diloco.process import LAUNCHER_PID
 
 RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
-INCARNATION = "TORCHTITAN_DILOCO_INCARNATION"
 
 # TORCHFT_* beats arguments in torchft, PET_* is torchrun's own second way to give options: one setting, one place.
 _REMOVED_PREFIXES = ("TORCHFT_", "PET_", "TORCHELASTIC_")

@@ -66,8 +66,8 @@ def require_same_data(earlier: Earlier, data: DataIdentity) -> None:
     if earlier.data.manifests != data.manifests:
         raise UserError(
             f"data.sources: the run in {earlier.config_file.parent} was trained on other sequences (manifest digests "
-            f"{_short(earlier.data.manifests)}, now {_short(data.manifests)}); restore that corpus, give --fresh to move "
-            "the run aside, or another --job.name"
+            f"{_short(earlier.data.manifests)}, now {_short(data.manifests)}); restore that corpus, give --fresh to "
+            "move the run aside, or another --job.name"
         )
 
 

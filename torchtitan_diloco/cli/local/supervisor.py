@@ -214,9 +214,11 @@ class Supervisor:
         island.reason = state.reason if state else ""
         if said == "fatal":
             island.phase = Phase.FATAL
-        elif said == "done":
+        elif said == "done" or island.figures.ended:
             island.phase = Phase.DONE
-            self._tell(f"island {island.number} is done at step {island.figures.step}")
+            # Saved to the last step: dying while taking things down costs nothing, but is not kept quiet.
+            blemish = f", then ended with {_ending(code)}, see {island.child.log}" if code else ""
+            self._tell(f"island {island.number} is done at step {island.figures.step}{blemish}")
         elif said == "resume" and (code == 0 or self.draining):
             island.phase = Phase.RESUME
             self._tell(f"island {island.number} saved at step {state.step if state else 0} and left")
@@ -249,6 +251,7 @@ class Supervisor:
         island.incarnation = f"{stamp}-{secrets.token_hex(3)}"
         island.launched_at = self._now()
         island.signalled = set()
+        island.figures.ended = False
         island.phase = Phase.STARTING
         island.child = self._start_child(island)
 

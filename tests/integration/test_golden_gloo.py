@@ -1,0 +1,72 @@
+"""Runs over the gloo transport with real processes, reproduced by the NumPy reference bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.golden.compare import check_run, rounds
+from tests.golden.gloo_run import GlooRun, run_gloo
+from tests.golden.island import Case, Plan
+
+LAYOUTS = {"1+1": [[0], [2]], "2+2": [[0, 1], [2, 3]], "2+1": [[0, 1], [2]]}
+"""Processes of each island."""
+
+PLANS = {
+    1: [Plan(1, 3, rows=2), Plan(1, 3, rows=3)],
+    7: [Plan(7, 17, rows=2), Plan(7, 16, rows=3)],  # two whole windows, and one of 3 steps against one of 2
+}
+"""By H."""
+
+WEIGHTS = {"1+1": "equal", "2+2": "steps", "2+1": "tokens"}
+
+RUNS = {
+    f"{method}-{ranks}-H{h}": GlooRun(
+        f"{method}-{ranks}-H{h}",
+        Case(method, WEIGHTS[ranks] if h == 7 else "tokens"),
+        PLANS[h],
+        LAYOUTS[ranks],
+    )
+    for ranks in LAYOUTS
+    for h in PLANS
+    for method in ("local_sgd", "diloco")
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The folder of all RUNS, done by one set of four processes."""
+    folder = tmp_path_factory.mktemp("gloo")
+    run_gloo(folder, list(RUNS.values()), timeout_s=240)
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_reference_reproduces_every_anchor_and_the_final_momentum(name, runs):
+    results = check_run(runs / name, [0, 1], RUNS[name].case.outer())
+    assert len(results) == 3
+    assert len({result.digest for result in results}) == 3, "the anchor did not move"
+
+
+def test_digests_are_equal_whatever_the_vector_width_and_the_number_of_threads(tmp_path):
+    # A model of about 300,000 parameters: elementwise operations are split between threads from 32,768 elements on.
+    plans = [Plan(2, 10, rows=2, width=500), Plan(2, 10, rows=3, width=500)]
+    methods = ["diloco", "local_sgd"]
+    run_gloo(
+        tmp_path,
+        [GlooRun(method, Case(method), plans, [[0], [1]]) for method in methods],
+        timeout_s=120,
+        environments={
+            0: {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
+            1: {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "2"},
+        },
+    )
+    for method in methods:
+        run = tmp_path / method
+        cpus = [json.loads((run / f"island-{i}" / "cpu.json").read_text()) for i in (0, 1)]
+        assert [(cpu["capability"], cpu["threads"]) for cpu in cpus] == [("DEFAULT", 1), ("AVX2", 2)]
+        assert cpus[0]["fused"] != cpus[1]["fused"], "both compute alike, so equal digests say nothing"
+        first, second = [[event["digest"] for event in rounds(run / f"island-{i}")] for i in (0, 1)]
+        assert first == second
+        assert len(set(first)) == 5
+        check_run(run, [0, 1], Case(method).outer())

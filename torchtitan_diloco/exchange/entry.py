@@ -1,0 +1,193 @@
+"""How an island enters a run: it founds it with the others, or takes the state of one that is in it.
+
+Nobody trains before this is done, so nobody ever trains on, or contributes, weights that were not agreed on.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+
+from torchtitan_diloco.errors import Resumable, UserError
+from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, PeerClient
+from torchtitan_diloco.exchange.membership import Membership, Peer
+from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Waiting
+from torchtitan_diloco.outer.state import OuterState
+
+logger = logging.getLogger(__name__)
+
+View = list[Peer]
+RETRY_S = 0.5
+
+
+def holders(peers: View) -> View:
+    """The islands that hold the run's state."""
+    return [p for p in peers if p.phase in ("founder", "ready")]
+
+
+def in_phase(peers: View, phase: str) -> View:
+    return [p for p in peers if p.phase == phase]
+
+
+class Entry:
+    """One island's way in. Its calls block; ``stop`` makes them raise Resumable, as does the end of patience.
+
+    A run is founded when all its islands are present, from the one with the longest history (of equals the lowest id):
+    it becomes the "founder", the others take its state where theirs differs and become "ready", then so does the founder.
+    Whoever comes later takes the state of the furthest member and becomes "ready".
+
+    adopted: called with the state and the step taken from another island. note: called with what is waited for.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        membership: Membership,
+        patience_s: float,
+        stop: threading.Event,
+        adopted: Callable[[OuterState, int], None],
+        note: Callable[[Waiting | None], None],
+    ) -> None:
+        self._hello = hello
+        self._membership = membership
+        self._patience_s = patience_s
+        self._stop = stop
+        self._adopted = adopted
+        self._note = note
+        self._deadline = 0.0
+
+    def join(self, state: OuterState) -> Joined:
+        """Raises UserError naming the settings in which this island and another differ."""
+        self._deadline = time.monotonic() + self._patience_s
+        joined: Joined | None = None
+        while joined is None:
+            joined = self._found() if self._is_founder() else self._take(state)
+        self._membership.update(phase="ready")
+        self._wait("admission", self._is_admitted)
+        # The others ask again only when they have taken in the view that shows us: the next quorum proves they have.
+        seen = self._membership.quorums
+        self._wait("admission", lambda peers: self._membership.quorums > seen)
+        while any(
+            p.slot > state.slot for p in self._others()
+        ):  # the run has moved on while this island healed
+            later = self._take(state)
+            if later is not None:
+                joined = Joined(later.step, joined.heals + later.heals)
+        return joined
+
+    def heal(self, state: OuterState) -> Joined:
+        """Replace ``state`` by the furthest member's; waits for one to be there."""
+        self._deadline = time.monotonic() + self._patience_s
+        while True:
+            self._wait("an island with the run's state", lambda peers: bool(self._others()))
+            joined = self._take(state)
+            if joined is not None:
+                return joined
+
+    # ---- founding --------------------------------------------------------------------------------------------------
+
+    def _is_founder(self) -> bool:
+        """Wait until the run is there, or complete enough to found; whether others found it from this island's state."""
+        count = self._hello.num_islands
+        peers = self._wait(
+            f"{count} islands", lambda peers: bool(holders(peers)) or len(in_phase(peers, "joining")) >= count
+        )
+        if holders(peers):
+            return False
+        first = max(in_phase(peers, "joining"), key=lambda p: (p.tokens_total, p.slot, -p.island))
+        if first.island == self._hello.island:
+            return True
+        # Or until the founder is gone again, and another has to be found.
+        self._wait(
+            f"island {first.island} to found",
+            lambda peers: bool(holders(peers)) or all(p.member != first.member for p in peers),
+        )
+        return False
+
+    def _found(self) -> Joined | None:
+        """Be the founder; None when another island was lost in the middle of it."""
+        others = [p for p in self._membership.peers if p.island != self._hello.island]
+        try:
+            for peer in others:
+                self._check_settings(peer)
+        except httpx.HTTPError as error:
+            logger.warning("an island was lost while founding: %s", error)
+            time.sleep(RETRY_S)
+            return None
+        self._membership.update(phase="founder")
+        self._wait(
+            "the other founders", lambda peers: len(in_phase(peers, "ready")) >= self._hello.num_islands - 1
+        )
+        return Joined(self._hello.step)
+
+    def _is_admitted(self, peers: View) -> bool:
+        return not in_phase(peers, "founder") and self._membership.seen_as("ready")
+
+    def _wait(self, what: str, ready: Callable[[View], bool]) -> View:
+        """Wait until the membership view satisfies ``ready``."""
+        since = time.time()
+        membership = self._membership
+        while True:
+            with membership.changed:
+                membership.changed.wait_for(lambda: ready(membership.peers), timeout=RETRY_S)
+                peers = membership.peers
+            if ready(peers):
+                self._note(None)
+                return peers
+            why = f"islands present: {', '.join(str(p.island) for p in peers) or 'none'}"
+            if membership.lost_since is not None:
+                why += f"; the Lighthouse at {membership.address} does not answer"
+            self._note(Waiting(what, since, why))
+            if self._stop.is_set():
+                raise Resumable(f"stopped while waiting for {what}")
+            if time.monotonic() > self._deadline:
+                raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {what}; {why}")
+
+    # ---- state of others -------------------------------------------------------------------------------------------
+
+    def _others(self) -> View:
+        return [p for p in holders(self._membership.peers) if p.island != self._hello.island]
+
+    def _take(self, state: OuterState) -> Joined | None:
+        """Take the state of the furthest member; None when it could not be had this time."""
+        source = max(self._others(), key=lambda p: (p.tokens_total, p.slot, -p.island), default=None)
+        if source is None:
+            return None
+        try:
+            self._check_settings(source)
+            return self._copy(state, source)
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            logger.warning("the state of island %d could not be taken: %s", source.island, error)
+            if self._stop.is_set() or time.monotonic() > self._deadline:
+                raise Resumable(f"no state to be had from island {source.island}: {error}") from error
+            time.sleep(RETRY_S)
+            return None
+
+    def _copy(self, state: OuterState, source: Peer) -> Joined:
+        """Make ``state`` the source's, taking tensors over the wire only where they differ."""
+        began = time.monotonic()
+        with PeerClient(source.url, self._hello.run_id, PEER_TIMEOUT_S) as client:
+            offered = client.state()
+            description, mine = offered["state"], state.describe()
+            tensors, received = state.tensors(), 0
+            if (description["fragments"], description["lineage"]) != (mine["fragments"], mine["lineage"]):
+                tensors = {}
+                for name in offered["tensors"]:
+                    tensors[name], size = client.tensor(offered["key"], name)
+                    received += size
+        state.restore(description, tensors)
+        step = int(offered["step"])
+        self._adopted(state, step)
+        heal = Heal(source.island, received, time.monotonic() - began, state.states[0].version)
+        return Joined(step, (heal,) if received else ())
+
+    def _check_settings(self, peer: Peer) -> None:
+        with PeerClient(peer.url, self._hello.run_id, PEER_TIMEOUT_S) as client:
+            theirs = client.settings()
+        mine = self._hello.settings
+        keys = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        if keys:
+            shown = "; ".join(f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys)
+            raise UserError(f"island {self._hello.island} and island {peer.island} must agree on {shown}")
