@@ -65,9 +65,8 @@ def test_every_layout_gathers_what_was_scattered_and_what_another_layout_gathere
     reference = alone[1][variant]
     ranks = facts(folder, f"{layout}-{variant}")
     first = ranks[0]
-    assert (
-        any(rank["whole"] < len(rank["tensors"]) for rank in ranks) or layout == "pp"
-    )  # it is spread out indeed
+    if layout != "pp":
+        assert all(rank["whole"] < len(rank["tensors"]) for rank in ranks)  # it is spread out indeed
     assert all(rank["tensors"] == reference["tensors"] for rank in ranks)
     assert first["trained"] and first["random_values_changed_it"]
     assert first["identity"] and first["random"] == reference["random"]
@@ -75,13 +74,19 @@ def test_every_layout_gathers_what_was_scattered_and_what_another_layout_gathere
     if layout == "pp":
         return  # no rank has the whole model to answer with, and TorchTitan seeds each stage in a way of its own
     assert first["founding"] == reference["founding"]
-    precision = 2e-2 if variant == "bfloat16" else 1e-5
     for rank in ranks:
-        for mine, theirs in (("random_logits", "random_logits"), ("other_logits", "logits")):
-            torch.testing.assert_close(torch.tensor(rank[mine]), torch.tensor(reference[theirs]), **close)
+        assert_answers_agree(rank["random_logits"], reference["random_logits"], variant)
+        assert_answers_agree(rank["other_logits"], reference["logits"], variant)
     back = layouts.alone(variant, folder, gathered_elsewhere=folder / f"{layout}-{variant}.safetensors")
     assert back["other_identity"]
-    torch.testing.assert_close(torch.tensor(back["other_logits"]), torch.tensor(first["logits"]), **close)
+    assert_answers_agree(back["other_logits"], first["logits"], variant)
+
+
+def assert_answers_agree(mine: list[float], theirs: list[float], variant: str) -> None:
+    """Logits that differ in the order of sums only; measured against the largest, since random weights make them large."""
+    precision = 2e-2 if variant == "bfloat16" else 1e-5
+    expected = torch.tensor(theirs)
+    torch.testing.assert_close(torch.tensor(mine), expected, rtol=0, atol=precision * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("method", ["none", "diloco"])

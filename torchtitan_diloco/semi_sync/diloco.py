@@ -4,7 +4,6 @@ DiLoCo: arXiv 2311.08105, Algorithm 1. Local SGD is the same with outer lr 1 and
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -19,15 +18,16 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.protocol import Merge
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport
+from torchtitan_diloco.outer.delta import pseudo_gradient
 from torchtitan_diloco.outer.digest import is_finite
-from torchtitan_diloco.outer.fragments import Fragment, fingerprint, whole_model
+from torchtitan_diloco.outer.fragments import fingerprint, whole_model
 from torchtitan_diloco.outer.merge import mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
-from torchtitan_diloco.semi_sync.waiting import wait_for
+from torchtitan_diloco.semi_sync.waiting import in_background, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -288,34 +288,6 @@ class DiLoCo(SemiSync):
             self.transport.leave(reason)
             self.setup.trace.event("leave", reason=reason)
             self.transport = None
-
-
-def in_background(call: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """Run a blocking call in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*arguments))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever reads the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=call.__name__).start()
-    return future
-
-
-def pseudo_gradient(fragment: Fragment, anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The delta: anchor minus local parameters, float32, 1-D.
-
-    Where the island trains in a lower precision, its parameters started from the rounded anchor; the delta counts from
-    there, or each slot would pull the anchor towards its own rounding.
-    """
-    delta = torch.sub(anchor, local)
-    for piece in fragment.pieces:
-        if piece.spec.dtype.itemsize < anchor.dtype.itemsize:
-            start = anchor[piece.slice].to(piece.spec.dtype).to(anchor.dtype)
-            torch.sub(start, local[piece.slice], out=delta[piece.slice])
-    return delta
 
 
 @register_semi_sync("local_sgd")

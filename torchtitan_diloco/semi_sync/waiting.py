@@ -1,7 +1,9 @@
 """Waiting for the outside world with all ranks of an island present, so that none of them sits in a timed collective."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from torchtitan_diloco.exchange.transport import Waiting
@@ -52,3 +54,17 @@ def wait_for(
             state = waiting()
             if state is not None:
                 trace.event("waiting", **{"for": state.target, "since": state.since, "why": state.why})
+
+
+def in_background(call: Callable[..., T], *arguments: Any) -> "Future[T]":
+    """Run a blocking call in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever reads the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=call.__name__).start()
+    return future
