@@ -189,6 +189,7 @@ class DiLoCoTrainer(Trainer):
         reason = self.drain.reason or "another rank was asked to stop"
         self.trace.event("drain", reason=reason, phase="inner step", deadline=None)
         self.drained = True
+        self.method.pause()
         kept = self.checkpointer.save_for_drain(self.step) if self.step > 0 else False  # type: ignore[attr-defined]
         self.trace.state(
             "resume", reason if kept else f"{reason}; nothing saved, since checkpoint.enable is off"

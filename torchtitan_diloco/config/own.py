@@ -100,6 +100,16 @@ class SemiSyncConfig:
     """Registered method, for instance "none" (plain TorchTitan), "local_sgd", "diloco"."""
     sync_every: int = 100
     """Inner steps between two sends of one fragment (H)."""
+    fragments: int = 1
+    """Parts of the model that are exchanged one after the other (P)."""
+    fragment_by: Literal["tensor", "layer", "sequential"] = "tensor"
+    """Fragments of nearly equal size; or of whole layers, strided over the depth or in consecutive runs."""
+    module_fqns_per_fragment: list[list[str]] | None = None
+    """Explicit fragments: a list of module names for each (TorchTitan's `module_fqns_per_model_fragment`)."""
+    overlap: int = 0
+    """Inner steps from sending a fragment to applying its result, while training goes on (tau)."""
+    mix_alpha: float = 0.0
+    """Share of the local parameters that stays when a result is applied; 0 = the new anchor replaces them."""
     num_islands: int = 1
     """How many islands found the run."""
     outer: OuterConfig = field(default_factory=OuterConfig)

@@ -24,10 +24,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """Exchange the payload with ``members`` (all of whom do the same), then call ``bulk_done`` or ``bulk_failed``."""
+    """Exchange the payload with ``members`` (all of whom do the same), then call ``bulk_done`` or ``bulk_failed``.
+
+    fragment: never twice under way at once. whole: the members are all of the epoch's.
+    """
 
     attempt: tuple[int, str]
+    fragment: int
     members: tuple[Member, ...]
+    whole: bool
     payload: torch.Tensor
 
 
@@ -55,6 +60,7 @@ Effect = Send | Bulk | Abandon | Renew | Finished
 class Offer:
     header: Header
     payload: torch.Tensor
+    serial: int = 0
     tries: int = 0
     phase: Phase = Phase.HEADERS
     epoch: Epoch | None = None

@@ -13,8 +13,9 @@ from torchtitan_diloco.exchange.messages import Member
 class GlooBulk:
     """All-gathers one flat buffer among the members of an attempt.
 
-    A group serves consecutive slots of the same members under the same epoch, a rule all of them apply alike. Its store is
-    served by the lowest member; its prefix names the attempt, which is never repeated (that is a race in gloo's rendezvous).
+    Each fragment has a lane of its own, so that several slots move at once. A lane keeps its group for as long as the epoch
+    lasts and all its members take part; a slot from which some are left out gets a group for itself. All members apply this
+    rule alike. The store is served by the lowest member; no prefix is ever used twice (a race in gloo's rendezvous).
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -23,9 +24,7 @@ class GlooBulk:
         self._group_class = ProcessGroupGloo
         self._options = AllgatherOptions
         self._timeout = timedelta(seconds=timeout_s)
-        self._cached: tuple[tuple[str, int, tuple[Member, ...]], Any] | None = (
-            None  # (epoch, next slot, members), group
-        )
+        self._kept: dict[int, tuple[str, Any]] = {}  # lane -> (epoch, group)
         # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
         listener = bind(host, 0)
         port = listener.getsockname()[1]
@@ -41,31 +40,32 @@ class GlooBulk:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def gather(
-        self,
-        me: Member,
-        epoch: str,
-        slot: int,
-        members: tuple[Member, ...],
-        store: str,
-        payload: torch.Tensor,
-    ) -> dict[int, torch.Tensor]:
-        """Every member's payload (same length and dtype), by island. Blocks; raises RuntimeError when it fails."""
+        self, me: Member, attempt: tuple[int, str], lane: int, members: tuple[Member, ...], whole: bool,
+        store: str, payload: torch.Tensor,
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        """Every member's payload (same length and dtype), by island.
+
+        attempt: slot and epoch. whole: all members of the epoch take part. store: where the lowest member serves it. Blocks;
+        raises RuntimeError when it fails.
+        """
         if members == (me,):
             return {me.island: payload}
-        cached, self._cached = self._cached, None
-        if cached is not None and cached[0] == (epoch, slot, members):
-            group = cached[1]
+        slot, epoch = attempt
+        kept = self._kept.pop(lane, None) if whole else None
+        if kept is not None and kept[0] == epoch:
+            group = kept[1]
         else:
             group = self._group_class(timeout=self._timeout)
-            group.configure(f"{store}/{epoch}/{slot}", f"island_{me.island}", members.index(me), len(members))
+            prefix = f"{store}/{epoch}/{f'lane-{lane}' if whole else f'slot-{slot}'}"
+            group.configure(prefix, f"island_{me.island}", members.index(me), len(members))
         gathered = [payload if m == me else torch.empty_like(payload) for m in members]
         outputs = [
             torch.empty_like(payload) if m == me else g for m, g in zip(members, gathered, strict=True)
         ]
         group.allgather([outputs], [payload], self._options()).wait()
-        self._cached = ((epoch, slot + 1, members), group)
+        if whole:
+            self._kept[lane] = (epoch, group)
         return {m.island: g for m, g in zip(members, gathered, strict=True)}
 
-    def forget(self) -> None:
-        """The present group is of no more use; the next attempt sets up its own."""
-        self._cached = None
+    def close(self) -> None:
+        self._kept = {}

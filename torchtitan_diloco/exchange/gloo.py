@@ -67,12 +67,13 @@ class GlooTransport(Transport):
         self._merge = merge
         self._bulk = GlooBulk(self._host, transport.exchange_timeout_s)
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: dict[int, Outcome] = {}
+        self._news = threading.Condition()
         self._stop = threading.Event()
         self._epoch: Epoch | None = None
         self._waiting: Waiting | None = None
-        self._offered = 0.0
-        self._traffic = 0
+        self._offered: dict[int, float] = {}
+        self._traffic: dict[int, int] = {}
         self._left = False
         self._server: ControlServer | None = None
         self._members: Membership | None = None
@@ -125,21 +126,26 @@ class GlooTransport(Transport):
     # ---- slots -----------------------------------------------------------------------------------------------------
 
     def offer(self, header: Header, payload: torch.Tensor) -> None:
-        self._offered = time.monotonic()
-        self._traffic = 0
+        self._offered[header.slot] = time.monotonic()
+        self._traffic[header.slot] = 0
         self._events.put(partial(self._protocol.offer, header, payload))
 
-    def result(self, timeout_s: float) -> Outcome | None:
-        try:
-            outcome = self._outcomes.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        return replace(
+    def result(self, slot: int, timeout_s: float) -> Outcome | None:
+        with self._news:
+            self._news.wait_for(lambda: slot in self._outcomes, timeout=timeout_s)
+            return self._outcomes.pop(slot, None)
+
+    def _finished(self, outcome: Outcome) -> None:
+        traffic = self._traffic.pop(outcome.slot)
+        outcome = replace(
             outcome,
-            exchange_s=time.monotonic() - self._offered,
-            bytes_sent=self._traffic,
-            bytes_received=self._traffic,
+            exchange_s=time.monotonic() - self._offered.pop(outcome.slot),
+            bytes_sent=traffic,
+            bytes_received=traffic,
         )
+        with self._news:
+            self._outcomes[outcome.slot] = outcome
+            self._news.notify_all()
 
     def withdraw(self) -> None:
         self._events.put(self._protocol.withdraw)
@@ -173,10 +179,10 @@ class GlooTransport(Transport):
             self._note_waiting()
 
     def _note_waiting(self) -> None:
-        offer = self._protocol.current
-        if offer is None:
+        waited = self._protocol.waiting_for()
+        if waited is None:
             return
-        islands = self._protocol.waiting_for()
+        offer, islands = waited
         target = "islands " + ", ".join(map(str, islands)) if islands else "membership"
         since = self._waiting.since if self._waiting and self._waiting.target == target else time.time()
         self._waiting = Waiting(target, since, f"{offer.phase.value} of slot {offer.slot}")
@@ -190,29 +196,32 @@ class GlooTransport(Transport):
         elif isinstance(effect, Bulk):
             threading.Thread(target=self._gather, args=(effect,), daemon=True, name="bulk").start()
         elif isinstance(effect, Abandon):
-            self._bulk.forget()
+            pass  # its thread ends by itself, with its connections or its time-out, and what it brings is ignored
         elif isinstance(effect, Renew):
             self._members.renew()
         elif isinstance(effect, Finished):
             self._waiting = None
-            self._outcomes.put(effect.outcome)
+            self._finished(effect.outcome)
 
     def _gather(self, bulk: Bulk) -> None:
         """One attempt's bulk, in a thread of its own: a frozen peer blocks gloo for its whole time-out."""
         assert self._members is not None
-        slot, epoch = bulk.attempt
+        slot = bulk.attempt[0]
         try:
             first = bulk.members[0]
             store = next((p.store for p in self._members.peers if p.member == first), None)
             if store is None:
                 raise RuntimeError(f"island {first.island} is gone")
-            payloads = self._bulk.gather(self._me, epoch, slot, bulk.members, store, bulk.payload)
+            payloads = self._bulk.gather(
+                self._me, bulk.attempt, bulk.fragment, bulk.members, bulk.whole, store, bulk.payload
+            )
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             logger.warning("bulk of slot %d failed: %s", slot, reason)
             self._events.put(partial(self._protocol.bulk_failed, bulk.attempt, reason))
         else:
-            self._traffic += bulk.payload.nbytes * (len(bulk.members) - 1)
+            if slot in self._traffic:
+                self._traffic[slot] += bulk.payload.nbytes * (len(bulk.members) - 1)
             self._events.put(partial(self._protocol.bulk_done, bulk.attempt, payloads))
 
     # ---- end -------------------------------------------------------------------------------------------------------
@@ -230,4 +239,4 @@ class GlooTransport(Transport):
         if self._server is not None:
             self._outbox.close()
             self._server.close()
-        self._bulk.forget()
+        self._bulk.close()

@@ -185,8 +185,9 @@ class MemoryTransport(Transport):
     me: Member = field(default_factory=lambda: Member(0, ""))
     state: OuterState | None = None
     step: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
     offered: float = 0.0
+    ticking: bool = False
     protocol: SlotProtocol = field(init=False)
 
     def join(self, hello: Hello, state: OuterState) -> Joined:
@@ -221,24 +222,28 @@ class MemoryTransport(Transport):
     def offer(self, header: Header, payload: torch.Tensor) -> None:
         self.offered = self.net.now
         self.perform(self.protocol.offer(header, payload))
-        self.net.at(TICK_S, self._tick)
-
-    def _tick(self) -> None:
-        if self.net.nodes.get(self.me.island) is self and self.protocol.current is not None:
-            self.perform(self.protocol.tick())
+        if not self.ticking:
+            self.ticking = True
             self.net.at(TICK_S, self._tick)
 
-    def result(self, timeout_s: float) -> Outcome | None:
-        if not self.outcomes and timeout_s > 0:
+    def _tick(self) -> None:
+        if self.net.nodes.get(self.me.island) is self and self.protocol.offers:
+            self.perform(self.protocol.tick())
+            self.net.at(TICK_S, self._tick)
+        else:
+            self.ticking = False
+
+    def result(self, slot: int, timeout_s: float) -> Outcome | None:
+        if slot not in self.outcomes and timeout_s > 0:
             self.net.run(timeout_s)
-        return self.outcomes.pop(0) if self.outcomes else None
+        return self.outcomes.pop(slot, None)
 
     def withdraw(self) -> None:
         self.perform(self.protocol.withdraw())
 
     def waiting(self) -> Waiting | None:
-        islands = self.protocol.waiting_for()
-        return Waiting(f"islands {islands}", self.offered, "slot") if islands else None
+        waited = self.protocol.waiting_for()
+        return Waiting(f"islands {waited[1]}", self.offered, f"slot {waited[0].slot}") if waited else None
 
     def stop(self) -> None:
         pass
@@ -260,7 +265,7 @@ class MemoryTransport(Transport):
             elif isinstance(effect, Renew):
                 self.net.renew()
             elif isinstance(effect, Finished):
-                self.outcomes.append(effect.outcome)
+                self.outcomes[effect.outcome.slot] = effect.outcome
 
 
 @register_transport("memory")

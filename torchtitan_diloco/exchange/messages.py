@@ -32,11 +32,15 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Header of the sender for a slot under an epoch. ``serial`` orders the sender's announcements."""
+    """Header of the sender for a slot under an epoch.
+
+    serial: orders the sender's announcements. floor: the sender will not attempt slots below it any more.
+    """
 
     epoch: str
     slot: int
     serial: int
+    floor: int
     header: Header
 
 

@@ -36,14 +36,15 @@ Merge = Callable[[Sequence[Contribution]], tuple[torch.Tensor, list[float]]]
 
 
 class SlotProtocol:
-    """One island's side of the exchange. Not thread-safe: one thread feeds it."""
+    """One island's side of the exchange, with any number of slots open at once. Not thread-safe: one thread feeds it."""
 
     def __init__(self, me: Member, merge: Merge) -> None:
         self.me = me
         self.merge = merge
         self.epoch: Epoch | None = None
         self.serial = 0
-        self.current: Offer | None = None
+        self.offers: dict[int, Offer] = {}
+        self.floor = 0  # slots below it were settled here, or passed before this island came
         self.committed: dict[int, tuple[str, str]] = {}  # slot -> (epoch, digest)
         self.failed: set[int] = set()
         self.void: set[tuple[int, str]] = set()
@@ -52,24 +53,25 @@ class SlotProtocol:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def offer(self, header: Header, payload: torch.Tensor) -> list[Effect]:
-        """Start on a slot. payload: 1-D, this island's delta."""
-        assert self.current is None, f"slot {header.slot} offered while slot {self.current.slot} is open"
-        self.current = Offer(header, payload)
-        return self._announce()
+        """Start on a slot. payload: 1-D, this island's delta. A slot it was behind in may be offered again."""
+        assert header.slot not in self.offers
+        self.offers[header.slot] = offer = Offer(header, payload)
+        self.floor = min(self.offers)
+        return self._announce(offer)
 
     def enter(self, epoch: Epoch) -> list[Effect]:
         """The membership has changed."""
         if self.epoch is not None and epoch.id == self.epoch.id:
             return []
         self.epoch = epoch
-        offer = self.current
-        if offer is None:
-            return []
-        if offer.phase in (Phase.HEADERS, Phase.BULK):
-            return self._restart()
-        if offer.phase is Phase.CONFIRM and all(m in epoch.members for m in offer.others(self.me)):
-            return []  # a newcomer: the attempt's own members still settle it
-        return self._resolve()
+        effects: list[Effect] = []
+        for offer in list(self.offers.values()):
+            if offer.phase in (Phase.HEADERS, Phase.BULK):
+                effects += self._restart(offer)
+            elif offer.phase is Phase.RESOLVE or not all(m in epoch.members for m in offer.others(self.me)):
+                effects += self._resolve(offer)
+            # Else a newcomer: the members of a confirmed attempt still settle it among themselves.
+        return effects
 
     def receive(self, sender: Member, message: Message) -> list[Effect]:
         """A message of another member; it may be late, early, repeated or about an attempt long gone."""
@@ -97,81 +99,90 @@ class SlotProtocol:
         offer.merged, offer.weights, offer.digest = merged, tuple(weights), digest(merged)
         offer.phase = Phase.CONFIRM
         offer.confirms[self.me.island] = offer.digest
-        return [*self._tell(Confirm(attempt[1], attempt[0], offer.digest)), *self._settle()]
+        return [*self._tell(offer, Confirm(attempt[1], attempt[0], offer.digest)), *self._settle(offer)]
 
     def bulk_failed(self, attempt: tuple[int, str], reason: str) -> list[Effect]:
         """The payloads could not be exchanged; this island has not confirmed, so nobody can have committed."""
         offer = self._open(attempt)
         if offer is None or offer.phase is not Phase.BULK:
             return []
-        told = self._tell(Confirm(attempt[1], attempt[0], None, reason))
-        return [*told, *self._void(reason), Renew()]
+        told = self._tell(offer, Confirm(attempt[1], attempt[0], None, reason))
+        return [*told, *self._void(offer, reason)]
 
     def withdraw(self) -> list[Effect]:
-        """Give the open slot up because this island is about to leave; no effect once it has confirmed."""
-        offer = self.current
-        if offer is None or offer.phase in (Phase.CONFIRM, Phase.RESOLVE):
-            return []
+        """Give up the open slots because this island is about to leave; those it has confirmed must still be settled."""
         effects: list[Effect] = []
-        if offer.epoch is not None:
-            attempt = (offer.slot, offer.epoch.id)
-            self.void.add(attempt)
-            if offer.phase is Phase.BULK:
-                effects = [
-                    Abandon(attempt),
-                    *self._tell(Confirm(attempt[1], attempt[0], None, "island withdrew")),
-                ]
-        return [*effects, *self._finish(Outcome(offer.slot, "withdrawn", reason="asked to stop"))]
+        for offer in list(self.offers.values()):
+            if offer.phase in (Phase.CONFIRM, Phase.RESOLVE):
+                continue
+            if offer.epoch is not None:
+                attempt = (offer.slot, offer.epoch.id)
+                self.void.add(attempt)
+                if offer.phase is Phase.BULK:
+                    effects.append(Abandon(attempt))
+                    effects += self._tell(offer, Confirm(attempt[1], attempt[0], None, "island withdrew"))
+            effects += self._finish(Outcome(offer.slot, "withdrawn", reason="asked to stop"))
+        return effects
 
     def tick(self) -> list[Effect]:
         """Time has passed: say again what may have been lost. Everything sent is safe to repeat."""
-        offer = self.current
-        if offer is None or offer.epoch is None:
-            return []
-        if offer.phase in (Phase.HEADERS, Phase.BULK):
-            return self._tell(self._announcement(offer))
-        if offer.phase is Phase.CONFIRM:
-            return self._tell(Confirm(offer.epoch.id, offer.slot, offer.digest))
-        return self._resolve()
+        effects: list[Effect] = []
+        for offer in list(self.offers.values()):
+            if offer.epoch is None:
+                continue
+            if offer.phase in (Phase.HEADERS, Phase.BULK):
+                effects += self._tell(offer, self._announcement(offer))
+            elif offer.phase is Phase.CONFIRM:
+                effects += self._tell(offer, Confirm(offer.epoch.id, offer.slot, offer.digest))
+            else:
+                effects += self._resolve(offer)
+        return effects
 
-    def waiting_for(self) -> list[int]:
-        """The islands whose next message this island needs."""
-        offer = self.current
-        if offer is None or offer.epoch is None:
-            return []
+    def waiting_for(self) -> tuple[Offer, list[int]] | None:
+        """The oldest open slot, and the islands whose next message it needs."""
+        offer = next(iter(self.offers.values()), None)
+        if offer is None:
+            return None
+        if offer.epoch is None:
+            return offer, []
         others = [m.island for m in offer.others(self.me)]
         if offer.phase is Phase.HEADERS:
             heard = {m.island for m in self.headers.get((offer.slot, offer.epoch.id), {})}
-            return [i for i in others if i not in heard]
+            return offer, [i for i in others if i not in heard]
         if offer.phase is Phase.CONFIRM:
-            return [i for i in others if i not in offer.confirms]
-        return others
+            return offer, [i for i in others if i not in offer.confirms]
+        return offer, others
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def _on_announce(self, sender: Member, message: Announce) -> list[Effect]:
         slot, key = message.slot, (message.slot, message.epoch)
+        passed = self._passed_by(sender, message)
         if slot in self.committed or slot in self.failed:
-            return [Send(sender, self._answer(slot, message.epoch))]
+            return [*passed, Send(sender, self._answer(slot, message.epoch))]
         if key in self.void:
-            return []
+            return passed
         self.headers.setdefault(key, {})[sender] = message
-        offer = self.current
+        offer = self.offers.get(slot)
         if offer is None or offer.epoch is None:
-            return []
-        if slot > offer.slot and message.epoch == offer.epoch.id and offer.phase is Phase.HEADERS:
-            # A member that is past our slot will never attempt it, and may not remember how it ended.
-            if message.header.lineage == offer.header.lineage:
-                return self._fail(f"island {sender.island} is past it")
-            return self._finish(Outcome(offer.slot, "behind", reason=f"island {sender.island} is past it"))
-        if slot != offer.slot:
-            return []
+            return passed
         if message.epoch != offer.epoch.id and offer.phase in (Phase.BULK, Phase.CONFIRM):
             # Whoever announces under a later epoch has left this attempt; without its confirmation it is void.
             joined = self.headers.get((slot, offer.epoch.id), {}).get(sender)
             if joined is not None and message.serial > joined.serial and sender.island not in offer.confirms:
-                return self._void(f"island {sender.island} has left the attempt")
-        return self._count_headers()
+                return [*passed, *self._void(offer, f"island {sender.island} has left the attempt")]
+        return [*passed, *self._count_headers(offer)]
+
+    def _passed_by(self, sender: Member, message: Announce) -> list[Effect]:
+        """Open slots below the sender's floor: it will never attempt them, and may not remember how they ended."""
+        effects: list[Effect] = []
+        for offer in list(self.offers.values()):
+            if offer.slot >= message.floor or offer.phase is not Phase.HEADERS:
+                continue
+            if offer.epoch is None or offer.epoch.id != message.epoch:
+                continue
+            effects.append(Send(sender, Ask(offer.epoch.id, offer.slot)))
+        return effects
 
     def _on_confirm(self, sender: Member, message: Confirm) -> list[Effect]:
         slot, attempt = message.slot, (message.slot, message.epoch)
@@ -180,46 +191,49 @@ class SlotProtocol:
             settled = slot in self.committed or slot in self.failed or attempt in self.void
             return [Send(sender, self._answer(slot, message.epoch))] if settled and message.digest else []
         if message.digest is None:
-            return self._void(message.reason)
+            return self._void(offer, message.reason)
         offer.confirms[sender.island] = message.digest
-        return self._settle() if offer.phase is Phase.CONFIRM else []
+        return self._settle(offer) if offer.phase is Phase.CONFIRM else []
 
     def _on_ask(self, sender: Member, message: Ask) -> list[Effect]:
         attempt = (message.slot, message.epoch)
         offer = self._open(attempt)
         if offer is not None and offer.phase in (Phase.CONFIRM, Phase.RESOLVE):
-            effects = self._resolve() if offer.phase is Phase.CONFIRM else []
-            status = self._answer(*attempt)
-            return [Send(sender, status), *effects]
+            effects = self._resolve(offer) if offer.phase is Phase.CONFIRM else []
+            return [Send(sender, self._answer(*attempt)), *effects]
         effects = []
         if offer is not None:  # not confirmed yet: promise never to
-            effects = [*self._void(f"island {sender.island} lost a member"), Renew()]
+            effects = self._void(offer, f"island {sender.island} lost a member")
         elif message.slot not in self.committed and message.slot not in self.failed:
             self.void.add(attempt)
         return [Send(sender, self._answer(*attempt)), *effects]
 
     def _on_answer(self, sender: Member, message: Answer) -> list[Effect]:
-        offer = self.current
-        if offer is None or offer.slot != message.slot:
+        offer = self.offers.get(message.slot)
+        if offer is None:
             return []
         if message.status == "behind":
-            return self._finish(
-                Outcome(offer.slot, "behind", reason=f"committed without us by island {sender.island}")
-            )
+            reason = f"committed without us by island {sender.island}"
+            return self._finish(Outcome(offer.slot, "behind", reason=reason))
         if message.status == "failed":
             if offer.phase is Phase.HEADERS:
-                return self._fail(f"given up by island {sender.island}")
-            return self._void(f"given up by island {sender.island}")
+                return self._fail(offer, f"given up by island {sender.island}")
+            return self._void(offer, f"given up by island {sender.island}")
         if offer.epoch is None or message.epoch != offer.epoch.id:
             return []
+        if (
+            offer.phase is Phase.HEADERS and message.status == "void"
+        ):  # only ever asked of one that is past the slot
+            reason = f"island {sender.island} is past it and does not remember it"
+            return self._finish(Outcome(offer.slot, "behind", reason=reason))
         if offer.phase not in (Phase.CONFIRM, Phase.RESOLVE):
             return []
         if message.status == "committed":
-            return self._commit(message.digest)
+            return self._commit(offer, message.digest)
         if message.status == "void":
-            return self._void(f"island {sender.island} did not confirm")
+            return self._void(offer, f"island {sender.island} did not confirm")
         offer.answers.add(sender.island)
-        return self._resolve() if offer.phase is Phase.RESOLVE and self._coordinates(offer) else []
+        return self._resolve(offer) if offer.phase is Phase.RESOLVE and self._coordinates(offer) else []
 
     def _answer(self, slot: int, epoch: str) -> Answer:
         if slot in self.committed:
@@ -232,39 +246,38 @@ class SlotProtocol:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _open(self, attempt: tuple[int, str]) -> Offer | None:
-        """The current offer, if it is this attempt."""
-        offer = self.current
-        if offer is None or offer.epoch is None or (offer.slot, offer.epoch.id) != attempt:
-            return None
-        return offer
+        """The open offer whose present attempt this is."""
+        offer = self.offers.get(attempt[0])
+        return (
+            offer if offer is not None and offer.epoch is not None and offer.epoch.id == attempt[1] else None
+        )
 
-    def _tell(self, message: Message) -> list[Effect]:
-        assert self.current is not None
-        return [Send(member, message) for member in self.current.others(self.me)]
+    def _tell(self, offer: Offer, message: Message) -> list[Effect]:
+        return [Send(member, message) for member in offer.others(self.me)]
 
     def _announcement(self, offer: Offer) -> Announce:
         assert offer.epoch is not None
-        return Announce(offer.epoch.id, offer.slot, self.serial, offer.header)
+        return Announce(offer.epoch.id, offer.slot, offer.serial, self.floor, offer.header)
 
-    def _announce(self) -> list[Effect]:
-        """Begin an attempt under the present epoch, if there is one that is still good for this slot."""
-        offer = self.current
-        assert offer is not None
+    def _announce(self, offer: Offer) -> list[Effect]:
+        """Begin an attempt under the present epoch; under the next one, if this one is spent for the slot."""
         offer.epoch = offer.roll = None
         offer.phase = Phase.HEADERS
         offer.confirms, offer.answers = {}, set()
         epoch = self.epoch
-        if epoch is None or self.me not in epoch.members or (offer.slot, epoch.id) in self.void:
+        if epoch is None or self.me not in epoch.members:
             return []
+        if (offer.slot, epoch.id) in self.void:
+            return [Renew()]
         offer.epoch = epoch
         self.serial += 1
+        offer.serial = self.serial
         announcement = self._announcement(offer)
         self.headers.setdefault((offer.slot, epoch.id), {})[self.me] = announcement
-        return [*self._tell(announcement), *self._count_headers()]
+        return [*self._tell(offer, announcement), *self._count_headers(offer)]
 
-    def _count_headers(self) -> list[Effect]:
-        offer = self.current
-        if offer is None or offer.epoch is None or offer.phase is not Phase.HEADERS:
+    def _count_headers(self, offer: Offer) -> list[Effect]:
+        if offer.epoch is None or offer.phase is not Phase.HEADERS:
             return []
         attempt = (offer.slot, offer.epoch.id)
         heard = self.headers[attempt]
@@ -274,29 +287,27 @@ class SlotProtocol:
         if self.me.island in roll.behind:
             return self._finish(Outcome(offer.slot, "behind", reason="others hold a longer history"))
         if not roll.contributors:
-            return self._fail("no island has a finite delta")
+            return self._fail(offer, "no island has a finite delta")
         offer.roll = roll
         offer.phase = Phase.BULK
         offer.tries += 1
         members = tuple(m for m in offer.epoch.members if m.island in roll.members)
-        return [Bulk(attempt, members, offer.payload)]
+        whole = members == offer.epoch.members
+        return [Bulk(attempt, offer.header.fragment, members, whole, offer.payload)]
 
-    def _settle(self) -> list[Effect]:
+    def _settle(self, offer: Offer) -> list[Effect]:
         """Commit when every member of the roll has confirmed. The lowest island's digest is the reference."""
-        offer = self.current
-        assert offer is not None and offer.roll is not None
+        assert offer.roll is not None
         if any(island not in offer.confirms for island in offer.roll.members):
             return []
-        return self._commit(offer.confirms[offer.roll.members[0]])
+        return self._commit(offer, offer.confirms[offer.roll.members[0]])
 
-    def _commit(self, value: str) -> list[Effect]:
-        offer = self.current
-        assert offer is not None and offer.roll is not None and offer.epoch is not None
+    def _commit(self, offer: Offer, value: str) -> list[Effect]:
+        assert offer.roll is not None and offer.epoch is not None
         self.committed[offer.slot] = (offer.epoch.id, value)
         if value != offer.digest:
-            return self._finish(
-                Outcome(offer.slot, "behind", reason="our merged bits differ from the reference's")
-            )
+            reason = "our merged bits differ from the reference's"
+            return self._finish(Outcome(offer.slot, "behind", reason=reason))
         heard = {m.island: a.header for m, a in self.headers[(offer.slot, offer.epoch.id)].items()}
         contributors = offer.roll.contributors
         return self._finish(
@@ -311,41 +322,38 @@ class SlotProtocol:
             )
         )
 
-    def _fail(self, reason: str) -> list[Effect]:
-        assert self.current is not None
-        self.failed.add(self.current.slot)
-        return self._finish(Outcome(self.current.slot, "failed", reason=reason))
+    def _fail(self, offer: Offer, reason: str) -> list[Effect]:
+        self.failed.add(offer.slot)
+        return self._finish(Outcome(offer.slot, "failed", reason=reason))
 
     def _finish(self, outcome: Outcome) -> list[Effect]:
-        self.current = None
-        floor = outcome.slot - REMEMBERED
-        self.committed = {s: v for s, v in self.committed.items() if s > floor}
-        self.failed = {s for s in self.failed if s > floor}
-        self.void = {a for a in self.void if a[0] > floor}
-        self.headers = {a: h for a, h in self.headers.items() if a[0] > outcome.slot}
+        del self.offers[outcome.slot]
+        self.floor = min(self.offers, default=max(self.floor, outcome.slot + 1))
+        oldest = self.floor - REMEMBERED
+        self.committed = {s: v for s, v in self.committed.items() if s > oldest}
+        self.failed = {s for s in self.failed if s > oldest}
+        self.void = {a for a in self.void if a[0] > oldest}
+        self.headers = {a: h for a, h in self.headers.items() if a[0] >= self.floor and a[0] != outcome.slot}
         return [Finished(outcome)]
 
-    def _void(self, reason: str) -> list[Effect]:
+    def _void(self, offer: Offer, reason: str) -> list[Effect]:
         """The present attempt will never commit: try again under another epoch, or give the slot up."""
-        offer = self.current
-        assert offer is not None and offer.epoch is not None
+        assert offer.epoch is not None
         attempt = (offer.slot, offer.epoch.id)
         self.void.add(attempt)
         gone: list[Effect] = [Abandon(attempt)] if offer.phase is Phase.BULK else []
         if offer.tries >= MAX_TRIES:
-            return [*gone, *self._fail(f"{reason} ({offer.tries} tries)")]
-        return [*gone, *self._announce()]
+            return [*gone, *self._fail(offer, f"{reason} ({offer.tries} tries)")]
+        return [*gone, *self._announce(offer)]
 
-    def _restart(self) -> list[Effect]:
+    def _restart(self, offer: Offer) -> list[Effect]:
         """Leave an unconfirmed attempt for the new epoch."""
-        offer = self.current
-        assert offer is not None
         gone: list[Effect] = []
         if offer.epoch is not None:
             attempt = (offer.slot, offer.epoch.id)
             self.void.add(attempt)
             gone = [Abandon(attempt)] if offer.phase is Phase.BULK else []
-        return [*gone, *self._announce()]
+        return [*gone, *self._announce(offer)]
 
     # ---- unknown outcome -------------------------------------------------------------------------------------------
 
@@ -356,10 +364,9 @@ class SlotProtocol:
     def _coordinates(self, offer: Offer) -> bool:
         return all(self.me < member for member in self._survivors(offer))
 
-    def _resolve(self) -> list[Effect]:
+    def _resolve(self, offer: Offer) -> list[Effect]:
         """Confirmed, but a member is lost: find out, or as lowest survivor decide, whether the attempt was committed."""
-        offer = self.current
-        assert offer is not None and offer.epoch is not None
+        assert offer.epoch is not None
         offer.phase = Phase.RESOLVE
         ask = Ask(offer.epoch.id, offer.slot)
         survivors = self._survivors(offer)
@@ -368,4 +375,4 @@ class SlotProtocol:
         missing = [m for m in survivors if m.island not in offer.answers]
         if missing:
             return [Send(member, ask) for member in missing]
-        return self._void("a member was lost before all had confirmed")
+        return self._void(offer, "a member was lost before all had confirmed")

@@ -80,15 +80,15 @@ class Transport(ABC):
 
     @abstractmethod
     def offer(self, header: Header, payload: torch.Tensor) -> None:
-        """Start on a slot without blocking. payload: 1-D float32 on the CPU; not to be changed until the result is in."""
+        """Start on a slot without blocking; others may be open. payload: 1-D float32 on the CPU, left alone from now on."""
 
     @abstractmethod
-    def result(self, timeout_s: float) -> Outcome | None:
-        """The outcome of the slot offered last, or None when it is not known within ``timeout_s``."""
+    def result(self, slot: int, timeout_s: float) -> Outcome | None:
+        """The outcome of an offered slot, once, or None when it is not known within ``timeout_s``."""
 
     @abstractmethod
     def withdraw(self) -> None:
-        """Give up the slot offered last, if this island has not confirmed it yet; ``result`` says how it ended."""
+        """Give up the open slots that this island has not confirmed yet; ``result`` says how each ended."""
 
     @abstractmethod
     def heal(self, state: OuterState) -> Joined:

@@ -31,6 +31,19 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def rows(self, start: int, stop: int) -> "Box | None":
+        """The part of this box in rows ``start : stop`` of the whole tensor; None when there is none."""
+        if not self.shape:
+            return self
+        first, last = max(start, self.offset[0]), min(stop, self.offset[0] + self.shape[0])
+        if first >= last:
+            return None
+        return Box((first, *self.offset[1:]), (last - first, *self.shape[1:]))
+
+    def within(self, offset: int) -> "Box":
+        """This box counted from row ``offset`` of the whole tensor."""
+        return Box((self.offset[0] - offset, *self.offset[1:]), self.shape) if self.shape else self
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This box of the whole tensor, as a view."""
         index = tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))

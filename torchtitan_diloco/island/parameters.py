@@ -6,6 +6,7 @@ fused tensors as they are, so that islands may differ in activation checkpointin
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.group import GATEWAY, IslandGroup
 from torchtitan_diloco.island.layout import Box, Layout, Report, UnsupportedLayout, box_of
-from torchtitan_diloco.outer.fragments import Fragment
+from torchtitan_diloco.outer.fragments import Fragment, Piece
 
 
 def canonical_tensors(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,77 +82,86 @@ class IslandParameters:
     def snapshot(self, fragment: Fragment) -> torch.Tensor | None:
         """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only."""
         if not self.group.is_gateway:
-            self._send_shards(fragment)
+            shards = self._shards(fragment, self.group.rank, only_sent=True)
+            if shards:
+                self.group.send(torch.cat([self._held(s).reshape(-1).float().cpu() for s in shards]), GATEWAY)
             return None
         flat = torch.empty(fragment.numel, dtype=torch.float32)
-        wholes = {spec.name: view for spec, view in fragment.views(flat)}
-        for name in self._names(fragment, GATEWAY, only_sent=True):
-            self._boxes[GATEWAY][name].of(wholes[name]).copy_(local_part(self._local[name]))
+        views = dict(fragment.views(flat))
+        for shard in self._shards(fragment, GATEWAY, only_sent=True):
+            shard.inside.of(views[shard.piece]).copy_(self._held(shard))
         for rank in range(1, self.group.size):
-            length = self._length(fragment, rank, only_sent=True)
-            if length == 0:
-                continue
-            buffer = torch.empty(length, dtype=torch.float32)
-            self.group.receive(buffer, rank)
-            for name, box, values in self._split(fragment, rank, buffer, only_sent=True):
-                box.of(wholes[name]).copy_(values)
+            shards = self._shards(fragment, rank, only_sent=True)
+            if shards:
+                buffer = torch.empty(sum(s.inside.numel for s in shards), dtype=torch.float32)
+                self.group.receive(buffer, rank)
+                for shard, values in cut(buffer, shards):
+                    shard.inside.of(views[shard.piece]).copy_(values)
         return flat
 
     @torch.no_grad()
-    def scatter(self, fragment: Fragment, flat: torch.Tensor | None) -> None:
+    def scatter(self, fragment: Fragment, flat: torch.Tensor | None, alpha: float = 0.0) -> None:
         """Overwrite the fragment on all ranks with ``flat`` (as ``snapshot`` gives it; needed on the gateway only).
 
-        Values are rounded to the dtype that the island trains in.
+        With alpha, mix: alpha * present + (1 - alpha) * flat, float32, each operation rounded. Values are rounded to the
+        dtype that the island trains in.
         """
         for module in self._sharded:
             module.reshard()  # FSDP would go on computing with whole copies that an evaluation has left behind
+        mine = self._shards(fragment, self.group.rank)
         if not self.group.is_gateway:
-            self._receive_shards(fragment)
+            if mine:
+                buffer = torch.empty(sum(s.inside.numel for s in mine), dtype=torch.float32)
+                self.group.receive(buffer, GATEWAY)
+                for shard, values in cut(buffer, mine):
+                    self._put(shard, values, alpha)
             return
         assert flat is not None
-        wholes = {spec.name: view for spec, view in fragment.views(flat)}
+        views = dict(fragment.views(flat))
         for rank in range(1, self.group.size):
-            length = self._length(fragment, rank)
-            if length == 0:
+            shards = self._shards(fragment, rank)
+            if shards:
+                parts = [s.inside.of(views[s.piece]).reshape(-1) for s in shards]
+                self.group.send(torch.cat(parts), rank)
+        for shard in mine:
+            self._put(shard, shard.inside.of(views[shard.piece]), alpha)
+
+    def _held(self, shard: "Shard") -> torch.Tensor:
+        """The values of a shard of this rank, as a view of what it trains."""
+        return shard.of_local.of(local_part(self._local[shard.piece.spec.name]))
+
+    def _put(self, shard: "Shard", values: torch.Tensor, alpha: float) -> None:
+        held = self._held(shard)
+        if alpha:
+            values = held.to("cpu", torch.float32) * alpha + values * (1.0 - alpha)
+        held.copy_(values)
+
+    def _shards(self, fragment: Fragment, rank: int, only_sent: bool = False) -> list["Shard"]:
+        """What a rank holds of a fragment, in the order of its pieces."""
+        shards = []
+        for piece in fragment.pieces:
+            box = self._boxes[rank].get(piece.spec.name)
+            if box is None or (only_sent and piece.spec.name not in self._senders[rank]):
                 continue
-            buffer = torch.empty(length, dtype=torch.float32)
-            for name, box, values in self._split(fragment, rank, buffer):
-                values.copy_(box.of(wholes[name]))
-            self.group.send(buffer, rank)
-        for name in self._names(fragment, GATEWAY):
-            local_part(self._local[name]).copy_(self._boxes[GATEWAY][name].of(wholes[name]))
+            part = box.rows(piece.start, piece.stop)
+            if part is not None and part.numel:
+                local = Box(tuple(p - b for p, b in zip(part.offset, box.offset, strict=True)), part.shape)
+                shards.append(Shard(piece, part.within(piece.start), local))
+        return shards
 
-    # ---- one rank's shards as one flat buffer, in the order of the fragment's pieces --------------------------------
 
-    def _send_shards(self, fragment: Fragment) -> None:
-        rank = self.group.rank
-        buffer = torch.empty(self._length(fragment, rank, only_sent=True), dtype=torch.float32)
-        for name, _, values in self._split(fragment, rank, buffer, only_sent=True):
-            values.copy_(local_part(self._local[name]))
-        if buffer.numel():
-            self.group.send(buffer, GATEWAY)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a piece that one rank holds: as a box inside the piece, and inside what the rank holds of the tensor."""
 
-    def _receive_shards(self, fragment: Fragment) -> None:
-        rank = self.group.rank
-        buffer = torch.empty(self._length(fragment, rank), dtype=torch.float32)
-        if buffer.numel():
-            self.group.receive(buffer, GATEWAY)
-        for name, _, values in self._split(fragment, rank, buffer):
-            local_part(self._local[name]).copy_(values)
+    piece: Piece
+    inside: Box
+    of_local: Box
 
-    def _names(self, fragment: Fragment, rank: int, only_sent: bool = False) -> list[str]:
-        held = self._senders[rank] if only_sent else self._boxes[rank]
-        return [piece.spec.name for piece in fragment.pieces if piece.spec.name in held]
 
-    def _length(self, fragment: Fragment, rank: int, only_sent: bool = False) -> int:
-        return sum(self._boxes[rank][name].numel for name in self._names(fragment, rank, only_sent))
-
-    def _split(
-        self, fragment: Fragment, rank: int, buffer: torch.Tensor, only_sent: bool = False
-    ) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """(name, box, values) for each shard in the rank's buffer."""
-        offset = 0
-        for name in self._names(fragment, rank, only_sent):
-            box = self._boxes[rank][name]
-            yield name, box, buffer[offset : offset + box.numel].view(box.shape)
-            offset += box.numel
+def cut(buffer: torch.Tensor, shards: list[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
+    """Each shard's values as a view of a flat buffer that holds them one after the other."""
+    offset = 0
+    for shard in shards:
+        yield shard, buffer[offset : offset + shard.inside.numel].view(shard.inside.shape)
+        offset += shard.inside.numel

@@ -8,7 +8,7 @@ class SlotClock:
     """Slots of a run of ``steps`` inner steps in which each of ``fragments`` fragments is sent every ``sync_every``.
 
     Slot k exchanges fragment ``k mod fragments`` and is due once ``(k + 1) * sync_every / fragments`` inner steps of run
-    progress are done; the last step of the run is always a slot, so that no training is left out of the anchor.
+    progress are done (Streaming DiLoCo, arXiv 2501.18512: fragments take turns, evenly spread over the window).
     Every attempt uses up its slot, whether it commits or fails, so the number is a function of progress alone and islands
     never disagree on what is sent.
     """
@@ -23,15 +23,13 @@ class SlotClock:
                 f"fragments must lie in 1..sync_every, got {self.fragments} of {self.sync_every}"
             )
 
-    def slot_after(self, step: int) -> int | None:
-        """The slot that is due when ``step`` inner steps of run progress are done, or None."""
-        reached = step * self.fragments // self.sync_every
-        if reached > (step - 1) * self.fragments // self.sync_every:
-            return reached - 1
-        return reached if step == self.steps else None
+    def reached(self, step: int) -> int:
+        """How many slots are due by the time ``step`` inner steps of run progress are done.
 
-    def first_slot_from(self, step: int) -> int:
-        """The number of the first slot an island at ``step`` still has to attempt."""
+        At the last step one slot for every fragment is, so that no training is left out of the anchor.
+        """
+        if step >= self.steps:
+            return (self.steps - 1) * self.fragments // self.sync_every + self.fragments
         return step * self.fragments // self.sync_every
 
     def fragment_of(self, slot: int) -> int:

@@ -1,5 +1,6 @@
 """The canonical outer state of a run: anchor, momentum, version, lineage and counters, unsharded and named."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,12 +16,17 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class FragmentState:
-    """One fragment as of its last committed slot. Flat tensors are replaced, never changed in place."""
+    """One fragment as of its last committed slot. Flat tensors are replaced, never changed in place.
+
+    lineage: hash chain over the fragment's committed slots. tokens: committed into it so far.
+    """
 
     anchor: torch.Tensor
     momentum: torch.Tensor | None
     version: int
     digest: str
+    lineage: str = ""
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -31,8 +37,6 @@ class OuterState:
     optimizer: OuterSGD
     states: list[FragmentState]
     slot: int = 0
-    lineage: str = ""
-    tokens_total: int = 0
     positions: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -54,13 +58,23 @@ class OuterState:
         """Take the outer step of a committed slot: a new anchor version. merged: 1-D, the fragment's length."""
         old = self.states[fragment]
         anchor, momentum = self.optimizer.step(old.anchor, merged, old.momentum)
-        new = FragmentState(anchor, momentum, old.version + 1, digest(anchor))
+        value = digest(anchor)
+        lineage = link(old.lineage, slot, fragment, value, participants)
+        new = FragmentState(anchor, momentum, old.version + 1, value, lineage, old.tokens + tokens)
         self.states[fragment] = new
-        self.lineage = link(self.lineage, slot, fragment, new.digest, participants)
-        self.tokens_total += tokens
         self.positions.update(positions)
-        self.slot = slot + 1
+        self.slot = max(self.slot, slot + 1)
         return new
+
+    @property
+    def tokens_total(self) -> int:
+        """Committed tokens, summed over the fragments: of two histories, the one with more is the run's."""
+        return sum(state.tokens for state in self.states)
+
+    @property
+    def lineage(self) -> str:
+        """Names the whole history: the lineages of all fragments."""
+        return hashlib.sha256("".join(state.lineage for state in self.states).encode()).hexdigest()
 
     def fail(self, slot: int) -> None:
         """A failed attempt uses up its slot and changes nothing else."""
@@ -81,10 +95,11 @@ class OuterState:
         return {
             "format": FORMAT,
             "slot": self.slot,
-            "lineage": self.lineage,
-            "tokens_total": self.tokens_total,
             "positions": {str(k): v for k, v in self.positions.items()},
-            "fragments": [{"version": s.version, "digest": s.digest} for s in self.states],
+            "fragments": [
+                {"version": s.version, "digest": s.digest, "lineage": s.lineage, "tokens": s.tokens}
+                for s in self.states
+            ],
         }
 
     def restore(self, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -108,9 +123,16 @@ class OuterState:
                 raise ValueError(f"anchor of fragment {i} is missing or does not match its digest")
             if self.optimizer.keeps_momentum and momentum is None and entry["version"] > 0:
                 raise ValueError(f"momentum of fragment {i} is missing")
-            states.append(FragmentState(anchor, momentum, int(entry["version"]), str(entry["digest"])))
+            states.append(
+                FragmentState(
+                    anchor,
+                    momentum,
+                    int(entry["version"]),
+                    str(entry["digest"]),
+                    str(entry["lineage"]),
+                    int(entry["tokens"]),
+                )
+            )
         self.states = states
         self.slot = int(description["slot"])
-        self.lineage = str(description["lineage"])
-        self.tokens_total = int(description["tokens_total"])
         self.positions = {int(k): int(v) for k, v in description["positions"].items()}

@@ -1,13 +1,14 @@
-"""DiLoCo and local SGD: H inner steps, then the islands' deltas are merged and an outer optimizer moves the anchor.
+"""DiLoCo, streaming DiLoCo and local SGD: inner steps, then deltas are merged and an outer optimizer moves the anchor.
 
-DiLoCo: arXiv 2311.08105, Algorithm 1. Local SGD is the same with outer lr 1 and no momentum (the mean of the parameters).
+DiLoCo: arXiv 2311.08105, Algorithm 1. Streaming DiLoCo: arXiv 2501.18512, in fragments and while training goes on. Local SGD
+is DiLoCo with outer lr 1 and no momentum (the mean of the parameters).
 """
 
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import replace
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,10 +18,18 @@ from safetensors.torch import save_file
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.protocol import Merge
-from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport
+from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer.delta import pseudo_gradient
 from torchtitan_diloco.outer.digest import is_finite
-from torchtitan_diloco.outer.fragments import fingerprint, whole_model
+from torchtitan_diloco.outer.fragments import (
+    Fragment,
+    TensorSpec,
+    balanced,
+    by_layer,
+    by_modules,
+    fingerprint,
+    whole_model,
+)
 from torchtitan_diloco.outer.merge import mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
@@ -36,23 +45,56 @@ T = TypeVar("T")
 POLL_S = 0.5
 
 
+@dataclass(slots=True)
+class Flight:
+    """A slot that this island has sent and not yet applied.
+
+    apply_at: the inner step after which it is applied. version: of the anchor its delta is based on. stall_s: time that
+    training stood still for it.
+    """
+
+    slot: int
+    fragment: int
+    apply_at: int
+    version: int
+    stall_s: float
+
+
 @register_semi_sync("diloco")
 class DiLoCo(SemiSync):
-    """One fragment (the whole model), exchanged every ``sync_every`` inner steps while training waits."""
+    """Streaming DiLoCo (arXiv 2501.18512); with one fragment and no overlap it is DiLoCo.
+
+    Every fragment is sent once in ``sync_every`` inner steps, one after the other. Its merged result is applied ``overlap``
+    steps later, while training goes on: local = alpha * local + (1 - alpha) * new anchor.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.group = setup.group
         self.parameters = setup.parameters
-        self.fragments = whole_model(list(setup.parameters.specs.values()))
+        self.fragments = self.partition(list(setup.parameters.specs.values()))
         self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments))
         self.optimizer = self.make_optimizer()
         self.merge = self.make_merge()
-        self.steps = 0  # inner steps, and tokens, since the last applied slot
-        self.tokens = 0
+        self.steps = [0] * len(self.fragments)  # inner steps, and tokens, since the fragment was last applied
+        self.tokens = [0] * len(self.fragments)
+        self.next_slot = 0  # to send
+        self.flights: list[Flight] = []  # in the order of their slots
         self.outer: OuterState | None = None  # on the gateway
         self.transport: Transport | None = None  # on the gateway
-        self.open: tuple[int, float] | None = None  # the slot in flight, and when it began
+
+    def partition(self, specs: list[TensorSpec]) -> tuple[Fragment, ...]:
+        config = self.setup.config
+        try:
+            if config.module_fqns_per_fragment:
+                return by_modules(specs, config.module_fqns_per_fragment)
+            if config.fragments == 1:
+                return whole_model(specs)
+            if config.fragment_by == "tensor":
+                return balanced(specs, config.fragments)
+            return by_layer(specs, config.fragments, strided=config.fragment_by == "layer")
+        except ValueError as error:
+            raise UserError(f"semi_sync.fragments = {config.fragments}: {error}") from error
 
     def make_optimizer(self) -> OuterSGD:
         outer = self.setup.config.outer
@@ -60,51 +102,39 @@ class DiLoCo(SemiSync):
             raise UserError(f'semi_sync.outer.name: "{outer.name}" is not an outer optimizer; there is "sgd"')
         return OuterSGD(outer.lr, outer.momentum, outer.nesterov)
 
-    # ---- entering --------------------------------------------------------------------------------------------------
-
-    def join(self, step: int) -> int:
-        if self._finished(step):
-            return step
-        anchors = [self.parameters.snapshot(fragment) for fragment in self.fragments]
-        future: Future[Joined] | None = None
-        if self.group.is_gateway:
-            if self.outer is None:
-                self.outer = OuterState.found(
-                    self.fragments, self.optimizer, [a for a in anchors if a is not None]
-                )
-            future = in_background(self._enter, step)
-        joined = self._await_state(future)
-        if joined.heals:
-            step = joined.step
-            self._adopt(joined.heals)
-        self.setup.trace.step = step
-        slot = self.group.tell(self.outer.slot if self.outer else None)
-        self.setup.trace.event("join", slot=slot)
-        if self.setup.dump_sends and self.outer and step == 0:
-            self._dump("founding", [state.anchor for state in self.outer.states])
-        reached = self.clock.slot_after(step)
-        due = self.clock.first_slot_from(step) - 1 if reached is None else reached
-        # Stopped, or admitted, between a slot's last inner step and its outcome: the slot comes first.
-        return self.exchange(due, step) if slot <= due else step
-
-    def _finished(self, step: int) -> bool:
-        """Whether the restored state is the end of the run, with nothing left to agree on."""
-        last = self.clock.slot_after(step) if step >= self.setup.steps else None
-        return bool(self.group.tell(last is not None and self.outer is not None and self.outer.slot > last))
-
-    def _enter(self, step: int) -> Joined:
-        assert self.outer is not None
-        self.transport = self.setup.make_transport(self.merge)
-        return self.transport.join(self._hello(step), self.outer)
-
     def make_merge(self) -> Merge:
         merge = self.setup.config.merge
         if merge.method != "mean":
             raise UserError(f'semi_sync.merge.method: "{merge.method}" is not a merge rule; there is "mean"')
         return partial(mean, kind=merge.weight)
 
-    def _hello(self, step: int) -> Hello:
-        return Hello(
+    # ---- entering --------------------------------------------------------------------------------------------------
+
+    def join(self, step: int) -> int:
+        if self._finished(step):
+            return step
+        anchors = [self.parameters.snapshot(fragment) for fragment in self.fragments]
+        if self.group.is_gateway and self.outer is None:
+            self.outer = OuterState.found(
+                self.fragments, self.optimizer, [a for a in anchors if a is not None]
+            )
+        step = self._take_state(self._enter, step)
+        self.setup.trace.step = step
+        self.setup.trace.event("join", slot=self.next_slot)
+        if self.setup.dump_sends and self.outer and step == 0:
+            self._dump("founding", list(enumerate(state.anchor for state in self.outer.states)))
+        # Stopped, or admitted, between a slot's last inner step and its outcome: the slot comes first.
+        return self.exchange(step, at_once=True)
+
+    def _finished(self, step: int) -> bool:
+        """Whether the restored state is the end of the run, with nothing left to agree on."""
+        done = self.outer is not None and self.outer.slot >= self.clock.reached(self.setup.steps)
+        return bool(self.group.tell(done and step >= self.setup.steps))
+
+    def _enter(self, step: int) -> Joined:
+        assert self.outer is not None
+        self.transport = self.setup.make_transport(self.merge)
+        hello = Hello(
             island=self.setup.island,
             incarnation=self.setup.incarnation,
             started=self.setup.started,
@@ -113,117 +143,162 @@ class DiLoCo(SemiSync):
             settings={**self.setup.settings, "the model's parameters": fingerprint(self.fragments)},
             step=step,
         )
+        return self.transport.join(hello, self.outer)
 
-    def _await_state(self, future: "Future[Joined] | None") -> Joined:
-        """Wait, with all ranks, for a join or heal that runs on the gateway."""
+    def _heal(self, step: int) -> Joined:
+        assert self.outer is not None and self.transport is not None
+        return self.transport.heal(self.outer)
+
+    def _take_state(self, enter: Callable[[int], Joined], step: int) -> int:
+        """Join or heal: train on from the anchors that another island has newer. Returns the step to go on from."""
+        outer = self.outer
+        before = [(s.digest, s.lineage) for s in outer.states] if outer else []
+        future = in_background(enter, step) if self.group.is_gateway else None
 
         def poll() -> Joined | None:
             assert future is not None
             done, _ = wait([future], timeout=POLL_S)
             return future.result() if done else None
 
-        return self._wait(poll, lambda: self.transport.stop() if self.transport else None)
-
-    def _adopt(self, heals: tuple[Heal, ...]) -> None:
-        """Train on from the anchor just taken from another island."""
-        for i, fragment in enumerate(self.fragments):
-            self.parameters.scatter(fragment, self.outer.states[i].anchor if self.outer else None)
-        self.steps = self.tokens = 0
-        position = self.group.tell(self.outer.positions.get(self.setup.island) if self.outer else None)
-        if position is not None:
+        joined = self._wait(poll, self._stop_waiting)
+        changed, slot, position = self.group.tell(
+            (
+                [i for i, s in enumerate(outer.states) if (s.digest, s.lineage) != before[i]],
+                outer.slot,
+                outer.positions.get(self.setup.island),
+            )
+            if outer
+            else None
+        )
+        for i in changed:
+            self.parameters.scatter(self.fragments[i], outer.states[i].anchor if outer else None)
+            self.steps[i] = self.tokens[i] = 0
+        self.flights = [flight for flight in self.flights if flight.slot >= slot]
+        self.next_slot = max(self.next_slot, slot)
+        if position is not None and changed:
             self.setup.set_position(position)
-        for heal in heals:
+        for heal in joined.heals:
             self.setup.trace.event(
                 "heal", source=heal.source, bytes=heal.bytes, seconds=heal.seconds, version=heal.version
             )
+        return joined.step if changed else step
 
-    # ---- a slot ----------------------------------------------------------------------------------------------------
+    # ---- slots -----------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, step: int, tokens: int) -> int:
-        slot = self.count(step, tokens)
-        return step if slot is None else self.exchange(slot, step)
+        self.count(step, tokens)
+        return self.exchange(step)
 
-    def count(self, step: int, tokens: int) -> int | None:
-        """Account for an inner step; the slot that is due after it, if one is."""
-        self.steps += 1
-        self.tokens += tokens
+    def count(self, step: int, tokens: int) -> None:
+        """Account for an inner step."""
+        self.steps = [steps + 1 for steps in self.steps]
+        self.tokens = [seen + tokens for seen in self.tokens]
         if self.transport:
             self.transport.progress(step)
-        return self.clock.slot_after(step)
 
-    def exchange(self, slot: int, step: int) -> int:
-        """One whole slot, due at ``step``; training waits for it. Returns the step to go on from."""
-        self.send(slot)
-        outcome: Outcome = self._wait(
-            self.poll, lambda: self.transport.withdraw() if self.transport else None
-        )
-        return self.settle(outcome, step)
+    def exchange(self, step: int, at_once: bool = False) -> int:
+        """Apply what is due after ``step``, then send what is due (in this order); training waits only for the former.
 
-    def send(self, slot: int) -> None:
-        """Snapshot the due fragment and offer its delta."""
+        at_once: apply everything. Returns the step to go on from.
+        """
+        step = self.apply(step, at_once)
+        while self.next_slot < self.clock.reached(step):
+            self.send(self.next_slot, step)
+            self.next_slot += 1
+            step = self.apply(step, at_once)
+        return step
+
+    def apply(self, step: int, at_once: bool = False) -> int:
+        """Wait for the outcomes that are due after ``step`` and act on them. Returns the step to go on from."""
+        last = step >= self.setup.steps
+        while self.flights and (at_once or last or self.flights[0].apply_at <= step):
+            began = time.monotonic()
+            outcome = self._wait(partial(self.poll, self.flights[0]), self._withdraw)
+            step = self.settle(outcome, step, began)
+        return step
+
+    def send(self, slot: int, step: int) -> None:
+        """Snapshot the slot's fragment and offer its delta."""
         began = time.monotonic()
         index = self.clock.fragment_of(slot)
         fragment = self.fragments[index]
         local = self.parameters.snapshot(fragment)
-        self.open = (slot, began)
-        if not self.group.is_gateway:
-            return
-        assert self.outer is not None and self.transport is not None and local is not None
-        if self.setup.dump_sends:
-            self._dump(f"slot-{slot:06d}", [local])
-        state = self.outer.states[index]
-        delta = pseudo_gradient(fragment, state.anchor, local)
-        header = Header(
-            island=self.setup.island,
-            slot=slot,
-            fragment=index,
-            version=state.version,
-            digest=state.digest,
-            lineage=self.outer.lineage,
-            tokens_total=self.outer.tokens_total,
-            steps=self.steps,
-            tokens=self.tokens,
-            finite=is_finite(delta),
-            positions=self.setup.position(),
-        )
-        self.transport.offer(header, delta)
+        flight = Flight(slot, index, step + self.setup.config.overlap, 0, 0.0)
+        self.flights.append(flight)
+        self.flights.sort(key=lambda f: f.slot)
+        if self.group.is_gateway:
+            assert self.outer is not None and self.transport is not None and local is not None
+            if self.setup.dump_sends:
+                self._dump(f"slot-{slot:06d}", [(index, local)])
+            state = self.outer.states[index]
+            flight.version = state.version
+            delta = pseudo_gradient(fragment, state.anchor, local)
+            header = Header(
+                island=self.setup.island,
+                slot=slot,
+                fragment=index,
+                version=state.version,
+                digest=state.digest,
+                lineage=state.lineage,
+                tokens_total=state.tokens,
+                steps=self.steps[index],
+                tokens=self.tokens[index],
+                finite=is_finite(delta),
+                positions=self.setup.position(),
+            )
+            self.transport.offer(header, delta)
+        flight.stall_s = time.monotonic() - began
 
-    def poll(self, timeout_s: float = POLL_S) -> Outcome | None:
-        """The outcome of the open slot, if it is known; on the gateway, which takes the outer step."""
+    def poll(self, flight: Flight, timeout_s: float = POLL_S) -> Outcome | None:
+        """The outcome of a flight, if it is known; on the gateway, which takes the outer step."""
         assert self.transport is not None and self.outer is not None
-        outcome = self.transport.result(timeout_s)
+        outcome = self.transport.result(flight.slot, timeout_s)
         if outcome is None:
             return None
         if outcome.status == "committed":
             assert outcome.merged is not None
-            index = self.clock.fragment_of(outcome.slot)
-            participants = list(outcome.participants)
-            self.outer.commit(
-                outcome.slot, index, outcome.merged, participants, outcome.tokens, outcome.positions
-            )
+            if self.outer.states[flight.fragment].version != flight.version:
+                outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
+            else:
+                participants = list(outcome.participants)
+                self.outer.commit(
+                    flight.slot,
+                    flight.fragment,
+                    outcome.merged,
+                    participants,
+                    outcome.tokens,
+                    outcome.positions,
+                )
         elif outcome.status == "failed":
-            self.outer.fail(outcome.slot)
+            self.outer.fail(flight.slot)
         self.transport.publish(self.outer)
         return replace(outcome, merged=None)
 
-    def settle(self, outcome: Outcome, step: int) -> int:
-        """Act on the outcome, on all ranks: a committed slot's anchor replaces the local parameters."""
-        assert self.open is not None
-        index = self.clock.fragment_of(outcome.slot)
+    def settle(self, outcome: Outcome, step: int, began: float) -> int:
+        """Act on the first flight's outcome, on all ranks."""
+        flight = self.flights.pop(0)
+        index = flight.fragment
         if outcome.status == "committed":
-            self.parameters.scatter(
-                self.fragments[index], self.outer.states[index].anchor if self.outer else None
-            )
-            self.steps = self.tokens = 0
+            anchor = self.outer.states[index].anchor if self.outer else None
+            self.parameters.scatter(self.fragments[index], anchor, self.setup.config.mix_alpha)
+            self.steps[index] = self.tokens[index] = 0
         elif outcome.status == "behind":
-            future = in_background(self.transport.heal, self.outer) if self.transport and self.outer else None
-            joined = self._await_state(future)
-            step = joined.step
-            self._adopt(joined.heals)
+            step = self._take_state(self._heal, step)
+            slot = self.group.tell(self.outer.slot if self.outer else None)
+            if slot <= flight.slot:  # whoever is past it has not published it yet, or is gone: ask again
+                time.sleep(POLL_S)
+                self.send(flight.slot, step)
+        elif outcome.status == "withdrawn":
+            self.next_slot = min(self.next_slot, flight.slot)
         if outcome.status != "withdrawn":
-            self._trace_round(outcome, index, time.monotonic() - self.open[1])
-        self.open = None
+            self._trace_round(outcome, index, flight.stall_s + time.monotonic() - began)
         return step
+
+    def pause(self) -> None:
+        while self.flights:
+            self._withdraw()
+            outcome = self._wait(partial(self.poll, self.flights[0]), self._withdraw)
+            self.settle(outcome, self.setup.trace.step, time.monotonic())
 
     def _trace_round(self, outcome: Outcome, index: int, stall_s: float) -> None:
         if self.outer is None:
@@ -251,20 +326,30 @@ class DiLoCo(SemiSync):
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 
+    def _withdraw(self) -> None:
+        if self.transport:
+            self.transport.withdraw()
+
+    def _stop_waiting(self) -> None:
+        if self.transport:
+            self.transport.stop()
+
     def _wait(self, poll: Callable[[], T | None], on_drain: Callable[[], None]) -> T:
         setup = self.setup
         waiting = lambda: self.transport.waiting() if self.transport else None
         return wait_for(setup.group, setup.trace, setup.drain, poll, waiting=waiting, on_drain=on_drain)
 
-    def _dump(self, name: str, flats: list[torch.Tensor]) -> None:
+    def _dump(self, name: str, flats: list[tuple[int, torch.Tensor]]) -> None:
+        """Write fragments' values by tensor name; a range of rows is named ``name[start:stop]``."""
         assert self.setup.dump_sends is not None
         self.setup.dump_sends.mkdir(parents=True, exist_ok=True)
         tensors = {
-            spec.name: view.contiguous()
-            for fragment, flat in zip(self.fragments, flats, strict=True)
-            for spec, view in fragment.views(flat)
+            piece.name: view.contiguous()
+            for index, flat in flats
+            for piece, view in self.fragments[index].views(flat)
         }
-        counts = {"steps": str(self.steps), "tokens": str(self.tokens)}
+        last = flats[-1][0]
+        counts = {"steps": str(self.steps[last]), "tokens": str(self.tokens[last]), "fragment": str(last)}
         save_file(tensors, self.setup.dump_sends / f"{name}.safetensors", metadata=counts)
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -277,7 +362,7 @@ class DiLoCo(SemiSync):
         own = description["own"]
         if own["layout"] != fingerprint(self.fragments):
             raise ValueError("the checkpoint's outer state belongs to a model with other parameters")
-        self.steps, self.tokens = int(own["steps"]), int(own["tokens"])
+        self.steps, self.tokens = list(map(int, own["steps"])), list(map(int, own["tokens"]))
         if self.group.is_gateway:
             blank = [torch.empty(0, dtype=torch.float32) for _ in self.fragments]
             self.outer = OuterState.found(self.fragments, self.optimizer, blank)

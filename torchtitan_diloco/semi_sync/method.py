@@ -62,6 +62,9 @@ class SemiSync(ABC):
         Returns the step to go on from: ``step``, or another island's when this one had fallen behind and healed.
         """
 
+    def pause(self) -> None:
+        """Settle whatever is under way, since the island is about to save and stop."""
+
     @abstractmethod
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What a checkpoint must hold beside the trainer's state: JSON and flat tensors (on the gateway; else empty)."""

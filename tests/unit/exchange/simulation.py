@@ -1,7 +1,6 @@
 """Islands that do nothing but offer slots over the in-memory network, and the invariants that must hold whatever happens."""
 
 import random
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,95 +9,128 @@ import torch
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange.memory import Boundary, Fate, MemoryNet, MemoryTransport
 from torchtitan_diloco.exchange.transport import Hello
-from torchtitan_diloco.outer.digest import digest
-from torchtitan_diloco.outer.fragments import TensorSpec, whole_model
+from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
 from torchtitan_diloco.outer.merge import mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
 
-FRAGMENTS = whole_model([TensorSpec("w", (3,), torch.float32)])
 WINDOW_S = 1.0
+
+
+def fragments_of(count: int) -> tuple[Fragment, ...]:
+    """``count`` fragments of three values each."""
+    spec = TensorSpec("w", (3,), torch.float32)
+    return tuple(Fragment(i, (Piece(spec, 0, 0, 3),)) for i in range(count))
 
 
 @dataclass
 class Actor:
-    """One incarnation of an island: trains for a window, offers, applies, again."""
+    """One incarnation of an island: trains a slot's worth of steps, sends, and applies ``overlap`` slots later."""
 
     sim: "Simulation"
     island: int
     incarnation: int
     transport: MemoryTransport
     state: OuterState
-    steps: int = 0
-    busy: bool = False
+    steps: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)  # slot not applied yet -> version its delta is based on
+    next_slot: int = 0
     log: list[tuple[int, str]] = field(default_factory=list)
 
+    def alive(self) -> bool:
+        return self.sim.net.nodes.get(self.island) is self.transport
+
     def window(self) -> None:
-        if self.sim.net.nodes.get(self.island) is not self.transport or self.state.slot >= self.sim.slots:
+        """Inner steps are done: apply what is due (waiting for it if need be), then send the next slot's fragment."""
+        if not self.alive():
             return
-        self.steps += 4
-        anchor = self.state.states[0]
-        noise = torch.tensor(
-            [float(hash((self.island, self.incarnation, self.state.slot, i)) % 97) for i in range(3)]
-        )
+        due = self.sent and (len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots)
+        if due:
+            return  # poll() comes back here
+        if self.next_slot >= self.sim.slots:
+            return
+        fragment = self.next_slot % self.sim.fragments
+        for f in range(self.sim.fragments):
+            self.steps[f] = self.steps.get(f, 0) + 4
+        slot, self.next_slot = self.next_slot, self.next_slot + 1
+        self.sent[slot] = self.state.states[fragment].version
+        self.send(slot, self.steps[fragment])
+        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, 1.5), self.window)
+
+    def send(self, slot: int, steps: int) -> None:
+        fragment = slot % self.sim.fragments
+        state = self.state.states[fragment]
+        noise = torch.tensor([float(hash((self.island, self.incarnation, slot, i)) % 97) for i in range(3)])
         header = Header(
-            self.island, self.state.slot, 0, anchor.version, anchor.digest, self.state.lineage,
-            self.state.tokens_total, self.steps, self.steps * 10, True, self.state.slot,
+            self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
+            steps, steps * 10, True, slot,
         )  # fmt: skip
-        self.busy = True
-        self.transport.offer(header, anchor.anchor - noise)
+        self.transport.offer(header, state.anchor - noise)
 
     def poll(self) -> None:
-        if not self.busy or self.sim.net.nodes.get(self.island) is not self.transport:
+        if not self.sent or not self.alive():
             return
-        outcome = self.transport.result(0)
+        waits = len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots
+        if not waits:
+            return
+        outcome = self.transport.result(next(iter(self.sent)), 0)
         if outcome is None:
             return
-        self.busy = False
+        base = self.sent.pop(outcome.slot)
         self.log.append((outcome.slot, outcome.status))
-        if outcome.status == "committed":
+        fragment = outcome.slot % self.sim.fragments
+        if outcome.status == "committed" and self.state.states[fragment].version == base:
             assert outcome.merged is not None
-            before = self.state.states[0].version
-            new = self.state.commit(
-                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens, outcome.positions
+            self.state.commit(
+                outcome.slot, fragment, outcome.merged, list(outcome.participants), outcome.tokens, outcome.positions
             )
-            assert new.version == before + 1
-            self.steps = 0
-            self.sim.note(self)
+            self.steps[fragment] = 0
         elif outcome.status == "failed":
             self.state.fail(outcome.slot)
         elif outcome.status == "behind":
-            self.heal()
+            self.heal(outcome.slot)
             return
         self.go_on()
 
     def go_on(self) -> None:
         self.transport.publish(self.state)
-        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, 1.5), self.window)
+        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.1, 0.5), self.window)
 
-    def heal(self) -> None:
+    def heal(self, slot: int) -> None:
         """Take the state of another island; wait for one if the schedule has just killed the rest."""
-        if self.sim.net.nodes.get(self.island) is not self.transport:
+        if not self.alive():
             return
         try:
             self.transport.heal(self.state)
         except Resumable:
-            self.sim.net.at(WINDOW_S, self.heal)
+            self.sim.net.at(WINDOW_S, partial(self.heal, slot))
             return
-        self.steps = 0
-        self.go_on()
+        self.steps = {}
+        self.sent = {s: base for s, base in self.sent.items() if s >= self.state.slot}
+        self.next_slot = max(self.next_slot, self.state.slot)
+        if self.state.slot <= slot:  # the source does not have it either, or not yet
+            self.sim.net.at(WINDOW_S, partial(self.offer_again, slot))
+        else:
+            self.go_on()
 
+    def offer_again(self, slot: int) -> None:
+        if self.alive():
+            fragment = slot % self.sim.fragments
+            state = self.state.states[fragment]
+            self.sent = {slot: state.version, **self.sent}
+            self.send(slot, 0)
 
 class Simulation:
     """A run of ``islands`` islands for ``slots`` slots under a fault script."""
 
-    def __init__(self, islands: int, slots: int, seed: int, script=None) -> None:
+    def __init__(
+        self, islands: int, slots: int, seed: int, script=None, fragments: int = 1, overlap: int = 0
+    ) -> None:
         self.random = random.Random(seed)
-        self.slots = slots
+        self.slots, self.fragments, self.overlap = slots, fragments, overlap
         self.net = MemoryNet(script)
         self.actors: dict[int, Actor] = {}
-        self.digests: dict[tuple[int, str], set[str]] = defaultdict(set)
         self.incarnations = 0
         for island in range(islands):
             self.start(island)
@@ -108,11 +140,12 @@ class Simulation:
         if island in self.net.nodes:
             return
         self.incarnations += 1
-        state = OuterState.found(FRAGMENTS, OuterSGD(0.7, 0.9, True), [torch.zeros(3)])
+        anchors = [torch.zeros(3) for _ in range(self.fragments)]
+        state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
         transport = MemoryTransport(merge=partial(mean, kind="tokens"), net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)
         transport.join(hello, state)
-        self.actors[island] = Actor(self, island, self.incarnations, transport, state)
+        self.actors[island] = Actor(self, island, self.incarnations, transport, state, next_slot=state.slot)
         self.net.at(WINDOW_S * self.random.uniform(0.5, 1.5), self.actors[island].window)
 
     def crashed(self, island: int) -> None:
@@ -124,11 +157,6 @@ class Simulation:
 
         self.net.at(self.random.uniform(1.0, 6.0), again)
 
-    def note(self, actor: Actor) -> None:
-        """Two living islands never hold different bits for one version of one history's slot."""
-        fragment = actor.state.states[0]
-        assert fragment.digest == digest(fragment.anchor)
-
     def run(self, limit: int = 200_000) -> None:
         for _ in range(limit):
             if not self.net.step():
@@ -139,13 +167,13 @@ class Simulation:
         raise AssertionError("the run does not come to an end")
 
     def check(self) -> None:
-        live = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
-        seen: dict[int, str] = {}
-        for actor in live:
-            fragment = actor.state.states[0]
-            assert seen.setdefault(fragment.version, fragment.digest) == fragment.digest, (
-                f"version {fragment.version} has two digests"
-            )
+        """No two living islands hold different bits for one version of a fragment."""
+        seen: dict[tuple[int, int], str] = {}
+        for island, actor in self.actors.items():
+            if self.net.nodes.get(island) is actor.transport:
+                for f, state in enumerate(actor.state.states):
+                    value = seen.setdefault((f, state.version), state.digest)
+                    assert value == state.digest, f"version {state.version} of fragment {f} has two digests"
 
     def finished(self) -> bool:
         live = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
