@@ -158,7 +158,7 @@ class Entry:
         try:
             self._check_settings(source)
             return self._copy(state, source)
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, ValueError) as error:
             logger.warning("the state of island %d could not be taken: %s", source.island, error)
             if self._stop.is_set() or time.monotonic() > self._deadline:
                 raise Resumable(f"no state to be had from island {source.island}: {error}") from error
@@ -172,15 +172,17 @@ class Entry:
             offered = client.state()
             description, mine = offered["state"], state.describe()
             tensors, received = state.tensors(), 0
-            if (description["fragments"], description["lineage"]) != (mine["fragments"], mine["lineage"]):
-                tensors = {}
-                for name in offered["tensors"]:
-                    tensors[name], size = client.tensor(offered["key"], name)
-                    received += size
+            for i, (theirs, ours) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
+                if theirs != ours:
+                    for name in (f"anchor.{i}", f"momentum.{i}"):
+                        tensors.pop(name, None)
+                        if name in offered["tensors"]:
+                            tensors[name], size = client.tensor(offered["key"], name)
+                            received += size
         state.restore(description, tensors)
         step = int(offered["step"])
         self._adopted(state, step)
-        heal = Heal(source.island, received, time.monotonic() - began, state.states[0].version)
+        heal = Heal(source.island, received, time.monotonic() - began, max(s.version for s in state.states))
         return Joined(step, (heal,) if received else ())
 
     def _check_settings(self, peer: Peer) -> None:

@@ -226,6 +226,9 @@ class SlotProtocol:
         ):  # only ever asked of one that is past the slot
             reason = f"island {sender.island} is past it and does not remember it"
             return self._finish(Outcome(offer.slot, "behind", reason=reason))
+        if offer.phase is Phase.HEADERS and message.status == "committed":  # by a roll that left this island out
+            reason = f"committed without us by island {sender.island}"
+            return self._finish(Outcome(offer.slot, "behind", reason=reason))
         if offer.phase not in (Phase.CONFIRM, Phase.RESOLVE):
             return []
         if message.status == "committed":

@@ -10,7 +10,8 @@ class Header:
     """What an island says about its contribution before any bulk moves.
 
     version, digest: of the anchor the delta is based on. lineage: the fragment's history that led to it. steps, tokens: since
-    the island last applied this fragment. tokens_total: committed tokens of that history. finite: the delta has no NaN or infinity.
+    the island last applied this fragment. tokens_total: committed tokens of that history. finite: the delta has no NaN
+    or infinity.
     positions: consumed samples of the island's data shard.
     """
 

@@ -62,7 +62,7 @@ class SemiSync(ABC):
         Returns the step to go on from: ``step``, or another island's when this one had fallen behind and healed.
         """
 
-    def pause(self) -> None:
+    def pause(self) -> None:  # noqa: B027 - most methods have nothing under way between inner steps
         """Settle whatever is under way, since the island is about to save and stop."""
 
     @abstractmethod

@@ -80,15 +80,16 @@ class Actor:
         base = self.sent.pop(outcome.slot)
         self.log.append((outcome.slot, outcome.status))
         fragment = outcome.slot % self.sim.fragments
-        if outcome.status == "committed" and self.state.states[fragment].version == base:
+        taken = self.state.states[fragment].version != base  # from another island meanwhile
+        if outcome.status == "committed" and not taken:
             assert outcome.merged is not None
             self.state.commit(
                 outcome.slot, fragment, outcome.merged, list(outcome.participants), outcome.tokens, outcome.positions
             )
             self.steps[fragment] = 0
-        elif outcome.status == "failed":
+        elif outcome.status == "failed" and not taken:
             self.state.fail(outcome.slot)
-        elif outcome.status == "behind":
+        else:
             self.heal(outcome.slot)
             return
         self.go_on()
@@ -207,3 +208,11 @@ def random_script(seed: int, faults: int, boundaries: int = 120):
         return Fate(delays=(delay,))
 
     return script
+
+
+def random_simulation(seed: int) -> Simulation:
+    """2 or 3 islands, 1 to 4 fragments, 0 to 2 slots of overlap, 1 to 5 faults, all from the seed."""
+    islands, fragments = 2 + seed % 2, 1 + seed % 4
+    overlap = min(fragments - 1, (seed // 4) % 3)
+    script = random_script(seed, faults=1 + seed % 5, boundaries=50 * islands)
+    return Simulation(islands, 8, seed, script, fragments, overlap)

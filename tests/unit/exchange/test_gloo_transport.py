@@ -69,13 +69,13 @@ class Gateway:
     def offer(self, delta: float, steps: int = 4, finite: bool = True) -> None:
         s = self.state
         header = Header(
-            self.island, s.slot, 0, s.states[0].version, s.states[0].digest, s.lineage, s.tokens_total, steps,
-            steps * 10, finite, s.slot,
+            self.island, s.slot, 0, s.states[0].version, s.states[0].digest, s.states[0].lineage, s.tokens_total,
+            steps, steps * 10, finite, s.slot,
         )  # fmt: skip
         self.transport.offer(header, torch.full((SIZE,), delta))
 
     def settle(self, timeout_s: float = 20.0) -> Outcome:
-        outcome = self.transport.result(timeout_s)
+        outcome = self.transport.result(self.state.slot, timeout_s)
         assert outcome is not None, f"no outcome in {timeout_s} s; waiting for {self.transport.waiting()}"
         if outcome.status == "committed":
             assert outcome.merged is not None

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.unit.exchange.simulation import Simulation, random_script
+from tests.unit.exchange.simulation import Simulation, random_script, random_simulation
 from torchtitan_diloco.exchange.memory import Boundary, Fate
 
 SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "5000"))
@@ -69,18 +69,36 @@ def test_lost_or_late_messages_change_no_result() -> None:
             assert {a.state.lineage for a in faulty.actors.values()} == {expected}, (number, kind)
 
 
+@pytest.mark.parametrize("overlap", [0, 1, 2, 3])
+def test_several_slots_under_way_commit_like_one_at_a_time(overlap: int) -> None:
+    simulation = Simulation(3, 12, seed=5, fragments=4, overlap=overlap)
+    complete(simulation)
+    for actor in simulation.actors.values():
+        assert actor.log == [(slot, "committed") for slot in range(12)]
+        assert [state.version for state in actor.state.states] == [3, 3, 3, 3]
+
+
 @pytest.mark.timeout(300)
 def test_random_schedules_of_faults(capsys: pytest.CaptureFixture[str]) -> None:
     """Never two digests for one version, and progress to the end. Replay one with DILOCO_SEED=<seed> DILOCO_SCHEDULES=1."""
     with capsys.disabled():
         print(f"\n{SCHEDULES} random schedules from DILOCO_SEED={SEED}")
     for seed in range(SEED, SEED + SCHEDULES):
-        islands = 2 + seed % 2
-        script = random_script(seed, faults=1 + seed % 5, boundaries=40 * islands)
         try:
-            complete(Simulation(islands, 6, seed, script))
+            complete(random_simulation(seed))
         except AssertionError as error:
             raise AssertionError(f"DILOCO_SEED={seed} DILOCO_SCHEDULES=1: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(5409, id="a slot void under an epoch is offered again under the same one"),
+        pytest.param(5837, id="an island left out of a roll offers the slot again"),
+    ],
+)
+def test_schedules_that_once_came_to_no_end(seed: int) -> None:
+    complete(random_simulation(seed))
 
 
 def test_an_island_without_memory_of_a_slot_that_others_have_passed_heals() -> None:
