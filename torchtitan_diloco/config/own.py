@@ -66,6 +66,8 @@ class TransportConfig:
     """Registered transport."""
     exchange_timeout_s: float = 120.0
     """An exchange that takes longer has failed, in seconds."""
+    max_rate: float = 0.0
+    """Ceiling for what this island sends in bulk, in Mbit/s; 0 = none."""
 
 
 @dataclass(kw_only=True, slots=True)

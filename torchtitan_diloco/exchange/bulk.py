@@ -1,5 +1,6 @@
 """Bulk over gloo: the payloads of one attempt, gathered through TorchFT's reconfigurable process group."""
 
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,10 @@ import torch.distributed as dist
 
 from torchtitan_diloco.exchange.control import bind
 from torchtitan_diloco.exchange.messages import Member
+from torchtitan_diloco.exchange.pace import TokenBucket
+
+CHUNK = 1 << 20  # elements in one collective: small enough to be paced, large enough to hide its latency
+AHEAD = 4  # collectives under way at once, so that the link does not idle for a round trip after each
 
 
 class GlooBulk:
@@ -18,12 +23,13 @@ class GlooBulk:
     rule alike. The store is served by the lowest member; no prefix is ever used twice (a race in gloo's rendezvous).
     """
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
         from torchft.process_group import AllgatherOptions, ProcessGroupGloo
 
         self._group_class = ProcessGroupGloo
         self._options = AllgatherOptions
         self._timeout = timedelta(seconds=timeout_s)
+        self._bucket = TokenBucket(max_rate)
         self._kept: dict[int, tuple[str, Any]] = {}  # lane -> (epoch, group)
         # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
         listener = bind(host, 0)
@@ -59,10 +65,20 @@ class GlooBulk:
             prefix = f"{store}/{epoch}/{f'lane-{lane}' if whole else f'slot-{slot}'}"
             group.configure(prefix, f"island_{me.island}", members.index(me), len(members))
         gathered = [payload if m == me else torch.empty_like(payload) for m in members]
-        outputs = [
-            torch.empty_like(payload) if m == me else g for m, g in zip(members, gathered, strict=True)
-        ]
-        group.allgather([outputs], [payload], self._options()).wait()
+        scratch = torch.empty_like(payload[:CHUNK])
+        under_way: deque[Any] = deque()
+        for start in range(0, payload.numel(), CHUNK):
+            mine = payload[start : start + CHUNK]
+            self._bucket.take(mine.nbytes * (len(members) - 1))
+            parts = [
+                scratch[: mine.numel()] if m == me else g[start : start + CHUNK]
+                for m, g in zip(members, gathered, strict=True)
+            ]
+            under_way.append(group.allgather([parts], [mine], self._options()))
+            if len(under_way) > AHEAD:
+                under_way.popleft().wait()
+        for work in under_way:
+            work.wait()
         if whole:
             self._kept[lane] = (epoch, group)
         return {m.island: g for m, g in zip(members, gathered, strict=True)}

@@ -65,7 +65,7 @@ class GlooTransport(Transport):
         self._port = island.port
         self._host = island.advertise or route_to(lighthouse.address)
         self._merge = merge
-        self._bulk = GlooBulk(self._host, transport.exchange_timeout_s)
+        self._bulk = GlooBulk(self._host, transport.exchange_timeout_s, transport.max_rate * 1e6 / 8)
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}
         self._news = threading.Condition()
