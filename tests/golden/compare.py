@@ -1,10 +1,12 @@
 """Holds the run folder of finished islands against the reference, bit for bit. Knows file formats, nothing of our code.
 
-Reads, per island, ``sends/`` (debug.dump_sends), the ``round`` events, and the outer part of the last checkpoint.
+Reads, per island, ``sends/`` (debug.dump_sends), the ``round`` events, and the outer part of the last checkpoint; where the
+island has recorded them, its parameters before and after the exchange of every step too.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,19 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tests.golden.reference import Outer, Result, Send, replay
+from tests.golden.reference import (
+    ROWS,
+    Outer,
+    Result,
+    Send,
+    Tensors,
+    Turn,
+    flatten,
+    mix,
+    place,
+    replay,
+    schedule,
+)
 
 
 class Mismatch(AssertionError):
@@ -30,6 +44,7 @@ def same_bits(what: str, found: np.ndarray, wanted: np.ndarray) -> None:
             f"{what}: {found.dtype} {found.shape}, the reference has {wanted.dtype} {wanted.shape}"
         )
     if found.tobytes() != wanted.tobytes():
+        found, wanted = np.ravel(found), np.ravel(wanted)
         differ = np.flatnonzero(found.view(np.uint32) != wanted.view(np.uint32))
         first = differ[0]
         raise Mismatch(
@@ -46,81 +61,199 @@ def rounds(island: Path) -> list[dict[str, Any]]:
 
 def read_send(path: Path, coarse: frozenset[str] = frozenset()) -> Send:
     with safe_open(path, framework="numpy") as file:
-        counts = file.metadata()
-    return Send(load_file(path), int(counts["steps"]), int(counts["tokens"]), coarse)
+        about = file.metadata()
+    return Send(load_file(path), int(about["steps"]), int(about["tokens"]), int(about["fragment"]), coarse)
 
 
 def last_checkpoint(island: Path) -> Path:
     return max((island / "checkpoint").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
+@dataclass(frozen=True)
+class Paces:
+    """What the reference must be told of the islands to say when each sends what, by island."""
+
+    sync_every: Mapping[int, int]
+    steps: Mapping[int, int]
+    tokens_per_step: Mapping[int, int]
+
+
 def check_run(
-    run: Path, islands: Sequence[int], outer: Outer, *, coarse: Mapping[int, frozenset[str]] | None = None
+    run: Path,
+    islands: Sequence[int],
+    outer: Outer,
+    *,
+    paces: Paces | None = None,
+    coarse: Mapping[int, frozenset[str]] | None = None,
+    failed: Collection[int] = (),
 ) -> list[Result]:
     """Raises Mismatch unless every island's run is the reference's. Returns the reference's states.
 
-    coarse: by island, the names of tensors trained in bfloat16.
+    paces: also hold the moments of sends and applies, and the islands' own parameters, against the reference's. coarse: by
+    island, the names of tensors trained in bfloat16. failed: slots that must have failed; of the others, those in which
+    somebody had made a step must have committed.
     """
     folders = {i: run / f"island-{i}" for i in islands}
-    foundings = {i: read_send(folder / "sends" / "founding.safetensors") for i, folder in folders.items()}
-    first = foundings[islands[0]].parameters
+    rounded = {i: (coarse or {}).get(i, frozenset()) for i in islands}
+    foundings = {i: load_file(folder / "sends" / "founding.safetensors") for i, folder in folders.items()}
+    first = foundings[islands[0]]
     for i, founding in foundings.items():
-        expect(f"island {i}, founding tensors", sorted(founding.parameters), sorted(first))
+        expect(f"island {i}, founding tensors", sorted(founding), sorted(first))
         for name in sorted(first):
-            same_bits(f"island {i}, founding {name}", founding.parameters[name], first[name])
+            same_bits(f"island {i}, founding {name}", founding[name], first[name])
 
     events = {i: rounds(folder) for i, folder in folders.items()}
-    slots = [event["round"] for event in events[islands[0]] if event["committed"]]
+    numbers = sorted(int(p.stem[5:]) for p in (folders[islands[0]] / "sends").glob("slot-*"))
     sends = {
         slot: {
-            i: read_send(
-                folder / "sends" / f"slot-{slot:06d}.safetensors", (coarse or {}).get(i, frozenset())
-            )
+            i: read_send(folder / "sends" / f"slot-{slot:06d}.safetensors", rounded[i])
             for i, folder in folders.items()
         }
-        for slot in slots
+        for slot in numbers
     }
-    results = replay(first, sorted(sends.items()), outer)
+    parts = partition(first, sends, outer.fragments)
+    slots = [event["round"] for event in events[islands[0]] if event["committed"]]
+    with_news = [slot for slot, sent in sends.items() if any(send.steps > 0 for send in sent.values())]
+    expect("committed slots", slots, [slot for slot in with_news if slot not in failed])
+    results = replay(
+        [flatten({name: first[name] for name in part}) for part in parts],
+        [(slot, sends[slot]) for slot in slots],
+        outer,
+    )
     if not results:
         raise Mismatch("no slot was committed")
     for i in islands:
-        check_events(i, events[i], results, list(islands))
-        check_checkpoint(i, last_checkpoint(folders[i]), results)
+        expect(f"island {i}, slots", [event["round"] for event in events[i]], numbers)
+        check_events(i, events[i], results)
+        check_checkpoint(i, last_checkpoint(folders[i]), results, outer.fragments)
+        if paces is not None:
+            counts = {slot: sent[i] for slot, sent in sends.items()}
+            check_counts(i, counts, results, outer, paces)
+            recorded = load_file(folders[i] / "parameters.safetensors")
+            check_parameters(
+                i,
+                recorded,
+                counts,
+                parts,
+                results,
+                schedule(paces.sync_every[i], paces.steps[i], outer),
+                outer.alpha,
+            )
     return results
 
 
-def check_events(
-    island: int, events: list[dict[str, Any]], results: list[Result], islands: list[int]
-) -> None:
+def partition(founding: Tensors, sends: Mapping[int, Mapping[int, Send]], fragments: int) -> list[list[str]]:
+    """The names of each fragment's tensors, as they were sent: every one in exactly one fragment, on all islands alike."""
+    parts: dict[int, list[str]] = {}
+    for slot, sent in sends.items():
+        for i, send in sent.items():
+            expect(f"island {i}, slot {slot}, fragment", send.fragment, slot % fragments)
+            names = parts.setdefault(send.fragment, sorted(send.parameters))
+            expect(f"island {i}, slot {slot}, tensors", sorted(send.parameters), names)
+    expect("fragments that were sent", sorted(parts), list(range(fragments)))
+    expect("tensors that were sent", sorted(n for p in parts.values() for n in p), sorted(founding))
+    return [parts[f] for f in range(fragments)]
+
+
+def check_events(island: int, events: list[dict[str, Any]], results: list[Result]) -> None:
     committed = [event for event in events if event["committed"]]
     expect(
         f"island {island}, committed slots",
         [event["round"] for event in committed],
         [r.slot for r in results],
     )
-    for version, (event, result) in enumerate(zip(committed, results, strict=True), start=1):
+    for event, result in zip(committed, results, strict=True):
         where = f"island {island}, slot {result.slot}"
-        expect(f"{where}, participants", event["participants"], islands)
+        expect(f"{where}, fragment", event["fragment"], result.fragment)
+        expect(f"{where}, participants", tuple(event["participants"]), result.participants)
         expect(f"{where}, weights", tuple(event["weights"]), result.weights)
         expect(f"{where}, tokens", event["tokens"], result.tokens)
-        expect(f"{where}, version", event["version"], version)
+        expect(f"{where}, version", event["version"], result.version)
         expect(f"{where}, digest", event["digest"], result.digest)
 
 
-def check_checkpoint(island: int, folder: Path, results: list[Result]) -> None:
-    """The final anchor and momentum, and what is said of them."""
+def check_checkpoint(island: int, folder: Path, results: list[Result], fragments: int) -> None:
+    """The final anchors and momenta, and what is said of them."""
     tensors = load_file(folder / "outer.safetensors")
     description = json.loads((folder / "outer.json").read_text())["outer"]
-    end = results[-1]
     where = f"island {island}, {folder.name}"
-    wanted = {"anchor.0": end.anchor}
-    if end.momentum is not None:
-        wanted["momentum.0"] = end.momentum
+    last = {result.fragment: result for result in results}
+    expect(f"{where}, committed fragments", sorted(last), list(range(fragments)))
+    wanted = {f"anchor.{f}": last[f].anchor for f in last}
+    wanted |= {f"momentum.{f}": m for f in last if (m := last[f].momentum) is not None}
     expect(f"{where}, tensors", sorted(tensors), sorted(wanted))
     for name, values in wanted.items():
         same_bits(f"{where}, {name}", tensors[name], values)
-    expect(f"{where}, fragments", description["fragments"], [{"version": len(results), "digest": end.digest}])
-    expect(f"{where}, lineage", description["lineage"], end.lineage)
-    expect(
-        f"{where}, committed tokens", description["tokens_total"], sum(result.tokens for result in results)
-    )
+    described = [
+        {
+            "version": last[f].version,
+            "digest": last[f].digest,
+            "lineage": last[f].lineage,
+            "tokens": sum(result.tokens for result in results if result.fragment == f),
+        }
+        for f in range(fragments)
+    ]
+    expect(f"{where}, fragments", description["fragments"], described)
+
+
+def check_counts(
+    island: int, sends: Mapping[int, Send], results: list[Result], outer: Outer, paces: Paces
+) -> None:
+    """Steps and tokens of every send: those since the fragment was last applied, which restarts the count."""
+    committed = {result.slot for result in results}
+    since = [0] * outer.fragments
+    for turn in schedule(paces.sync_every[island], paces.steps[island], outer):
+        expect(f"island {island}, slot {turn.slot} was sent", turn.slot in sends, True)
+        send, steps = sends[turn.slot], turn.sent - since[turn.fragment]
+        where = f"island {island}, slot {turn.slot}"
+        expect(f"{where}, steps", send.steps, steps)
+        expect(f"{where}, tokens", send.tokens, steps * paces.tokens_per_step[island])
+        if turn.slot in committed:
+            since[turn.fragment] = turn.applied
+    expect(f"island {island}, number of slots", len(sends), turn.slot + 1)
+
+
+def check_parameters(
+    island: int,
+    recorded: Tensors,
+    sends: Mapping[int, Send],
+    parts: list[list[str]],
+    results: list[Result],
+    turns: Sequence[Turn],
+    alpha: float,
+) -> None:
+    """What the island trained: changed by nothing but the inner optimizer and the applies, each exactly when it is due."""
+    outcome = {result.slot: result for result in results}
+    coarse = next(iter(sends.values())).coarse
+    names = sorted({name.split(" ", 2)[2] for name in recorded})
+    last = max(int(name.split(" ", 2)[1]) for name in recorded)
+
+    def apply(turn: Turn) -> None:
+        if turn.slot not in outcome:
+            return
+        anchor, offset = outcome[turn.slot].anchor, 0
+        for piece in sorted(parts[turn.fragment], key=place):
+            values = rows(local, piece)
+            new = anchor[offset : offset + values.size].reshape(values.shape)
+            offset += values.size
+            values[...] = mix(values, new, alpha, place(piece)[0] in coarse)
+
+    for step in range(1, last + 1):
+        local = {name: recorded[f"before {step} {name}"].copy() for name in names}
+        for turn in (t for t in turns if t.applied == step and t.sent < step):
+            apply(turn)
+        for turn in (t for t in turns if t.sent == step):
+            for piece, sent in sends[turn.slot].parameters.items():
+                same_bits(f"island {island}, step {step}, sent {piece}", sent, rows(local, piece))
+            if turn.applied == step:
+                apply(turn)
+        for name in names:
+            same_bits(
+                f"island {island}, after step {step}, {name}", recorded[f"after {step} {name}"], local[name]
+            )
+
+
+def rows(tensors: Mapping[str, np.ndarray], piece: str) -> np.ndarray:
+    """The tensor, or the view of its rows, that a piece's name means."""
+    found = ROWS.match(piece)
+    return tensors[found[1]][int(found[2]) : int(found[3])] if found else tensors[piece]

@@ -51,6 +51,7 @@ def train(run: dict[str, Any], number: int, rank: int, folder: Path) -> None:
         run_id=run["name"],
         shard=shard if ranks > 1 else lambda model: None,
     )
+    island.join()
     island.train()
     island.finish()
     if rank == 0:

@@ -3,21 +3,23 @@
 What it leaves behind has the layout of a real run folder, so one comparison reads both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from tests.golden.compare import Paces
 from tests.golden.reference import Outer
 from torchtitan_diloco.checkpoint.manager import write_outer
 from torchtitan_diloco.config.own import MergeConfig, OuterConfig, SemiSyncConfig
-from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
-from torchtitan_diloco.island.parameters import IslandParameters
+from torchtitan_diloco.island.parameters import IslandParameters, canonical_tensors
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.semi_sync import Setup, make_method
 from torchtitan_diloco.semi_sync.diloco import DiLoCo
@@ -49,11 +51,17 @@ class Case:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float = 0.0
 
     def config(self, plan: Plan, islands: int) -> SemiSyncConfig:
         return SemiSyncConfig(
             method=self.method,
             sync_every=plan.sync_every,
+            fragments=self.fragments,
+            overlap=self.overlap,
+            mix_alpha=self.alpha,
             num_islands=islands,
             outer=OuterConfig(lr=self.lr, momentum=self.momentum, nesterov=self.nesterov),
             merge=MergeConfig(weight=self.weight),  # type: ignore[arg-type]
@@ -61,9 +69,19 @@ class Case:
 
     def outer(self) -> Outer:
         """The same, as the reference takes it."""
-        if self.method == "local_sgd":
-            return Outer(weight=self.weight)
-        return Outer(self.lr, self.momentum, self.nesterov, self.weight)
+        lr, momentum, nesterov = (
+            (1.0, 0.0, False) if self.method == "local_sgd" else (self.lr, self.momentum, self.nesterov)
+        )
+        return Outer(lr, momentum, nesterov, self.weight, self.fragments, self.overlap, self.alpha)
+
+
+def paces(plans: Sequence[Plan], ranks: Sequence[int] | None = None) -> Paces:
+    """What the reference is told of the islands."""
+    return Paces(
+        {i: plan.sync_every for i, plan in enumerate(plans)},
+        {i: plan.steps for i, plan in enumerate(plans)},
+        {i: plan.rows * ROW * (ranks[i] if ranks else 1) for i, plan in enumerate(plans)},
+    )
 
 
 class RunningScale(nn.Module):
@@ -91,6 +109,10 @@ def make_model(seed: int, width: int) -> nn.Sequential:
         )
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 class Island:
     """One rank of it. Islands begin with different weights, so whoever does not found adopts the founder's."""
 
@@ -114,6 +136,7 @@ class Island:
         self.trace = Trace(self.folder if self.group.rank == 0 else None, number, f"incarnation-{number}")
         self.data = torch.Generator().manual_seed(1000 * number + self.group.rank)
         self.step = 0
+        self.recorded: dict[str, torch.Tensor] = {}
         setup = Setup(
             config=case.config(plan, islands),
             steps=plan.steps,
@@ -146,25 +169,25 @@ class Island:
         self.step += 1
         self.trace.step = self.step
 
-    def train_to_send(self) -> None:
-        """Inner steps until a slot is due, which is then sent."""
-        slot = None
-        while slot is None:
-            self.inner_step()
-            slot = self.method.count(self.step, self.tokens_per_step)
-        self.method.send(slot)
-
-    def settle(self, outcome: Outcome) -> None:
-        self.step = self.method.settle(outcome, self.step)
+    def join(self) -> None:
+        self.step = self.method.join(0)
 
     def train(self) -> None:
-        """The whole run, waiting at every slot; for a real transport."""
-        self.step = self.method.join(0)
+        """The whole run after ``join``; the parameters before and after each exchange are kept for ``finish``."""
         while self.step < self.plan.steps:
             self.inner_step()
+            self.record("before")
             self.step = self.method.after_inner_step(self.step, self.tokens_per_step)
+            self.record("after")
+
+    def record(self, moment: str) -> None:
+        """This island's parameters now, by name, as float32. All ranks."""
+        held = {name: whole(tensor) for name, tensor in canonical_tensors([self.model])}
+        self.recorded |= {f"{moment} {self.step} {name}": t.float().clone() for name, t in held.items()}
 
     def finish(self) -> None:
+        if self.group.is_gateway:
+            save_file(self.recorded, self.folder / "parameters.safetensors")
         description, tensors = self.method.state()
         if description:
             write_outer(self.folder / "checkpoint" / f"step-{self.step}", description, tensors)

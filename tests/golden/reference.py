@@ -1,35 +1,42 @@
-"""Local SGD and DiLoCo recomputed from what the islands sent. Imports NumPy and the standard library, nothing of ours.
+"""The outer loop recomputed from what the islands sent. Imports NumPy and the standard library, nothing of ours.
 
 Teacher-forced: the inner training is taken as it happened (each island's parameters at every send), the outer loop is
-computed anew. Every product and every sum is rounded to the dtype of the founding parameters, in this order:
+computed anew, fragment by fragment. Every product and every sum is rounded to the dtype of the founding parameters, in
+this order:
 
     delta_i = anchor - local_i
     delta   = ((w_0 delta_0 + w_1 delta_1) + w_2 delta_2) + ...         in the order of island ids
-    v'      = mu v + delta                                              v = 0 before the first slot
+    v'      = mu v + delta                                              v = 0 before the fragment's first slot
     u       = mu v' + delta (Nesterov), or v'
     anchor' = anchor - lr u
+    local'  = alpha local + (1 - alpha) anchor'                         tau steps after the send
 
-Weights are normalised in float64 (their sum rounded once) and then rounded to that dtype, as mu and lr are.
+Weights are normalised in float64 (their sum rounded once) and then rounded to that dtype, as mu, lr, alpha and 1 - alpha are.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
+"""By name; rows of a tensor are named ``name[start:stop]``."""
+
+ROWS = re.compile(r"^(.*)\[(\d+):(\d+)\]$")
 
 
 @dataclass(frozen=True)
 class Send:
-    """An island's parameters at a send, and the inner steps and tokens since it last applied a slot."""
+    """What an island sent: the values of a fragment's tensors, inner steps and tokens since it last applied the fragment."""
 
     parameters: Tensors
     steps: int
     tokens: int
+    fragment: int = 0
     coarse: frozenset[str] = frozenset()
     """Names of the tensors that this island trains in bfloat16."""
 
@@ -42,24 +49,61 @@ class Outer:
     momentum: float = 0.0
     nesterov: bool = False
     weight: str = "tokens"
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float = 0.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """The state after a slot. momentum is None where the optimizer keeps none; weights are those of the slot."""
+    """The state of a fragment after a slot. momentum is None where none is kept; weights are those of the slot."""
 
     slot: int
+    fragment: int
+    version: int
     anchor: np.ndarray
     momentum: np.ndarray | None
     digest: str
     lineage: str
     weights: tuple[float, ...]
+    participants: tuple[int, ...]
     tokens: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """When an island sends a slot, and when it applies what became of it, in inner steps."""
+
+    slot: int
+    fragment: int
+    sent: int
+    applied: int
+
+
+def schedule(sync_every: int, steps: int, outer: Outer) -> list[Turn]:
+    """Fragments take turns, evenly spread over ``sync_every`` steps; at the last step each is due once."""
+    turns = []
+    while True:
+        slot = len(turns)
+        due = -(-(slot + 1) * sync_every // outer.fragments)
+        if due >= steps:
+            break
+        turns.append(Turn(slot, slot % outer.fragments, due, min(due + outer.overlap, steps)))
+    ends = range(len(turns), len(turns) + outer.fragments)
+    return [*turns, *(Turn(slot, slot % outer.fragments, steps, steps) for slot in ends)]
+
+
+def place(name: str) -> tuple[str, int]:
+    """Where a tensor, or rows of it, stand in a flat buffer: by name, then by row."""
+    rows = ROWS.match(name)
+    return (rows[1], int(rows[2])) if rows else (name, 0)
+
+
 def flatten(tensors: Tensors) -> np.ndarray:
-    """One 1-D buffer, tensors in the order of their names."""
-    return np.concatenate([np.ascontiguousarray(tensors[name]).reshape(-1) for name in sorted(tensors)])
+    """One 1-D buffer, tensors in the order of their names and rows."""
+    return np.concatenate(
+        [np.ascontiguousarray(tensors[name]).reshape(-1) for name in sorted(tensors, key=place)]
+    )
 
 
 def sha256(flat: np.ndarray) -> str:
@@ -84,42 +128,71 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def delta_of(anchor: np.ndarray, founding: Tensors, send: Send) -> np.ndarray:
+def delta_of(anchor: np.ndarray, send: Send) -> np.ndarray:
     """Anchor minus local; from the rounded anchor where the island trains in bfloat16, since it started there."""
     start, offset = anchor.copy(), 0
-    for name in sorted(founding):
-        size = founding[name].size
-        if name in send.coarse:
+    for name in sorted(send.parameters, key=place):
+        size = send.parameters[name].size
+        if place(name)[0] in send.coarse:
             start[offset : offset + size] = to_bfloat16(start[offset : offset + size])
         offset += size
     return start - flatten(send.parameters)
 
 
-def replay(founding: Tensors, slots: Iterable[tuple[int, Mapping[int, Send]]], outer: Outer) -> list[Result]:
-    """The outer loop over the committed slots: (slot number, island -> what it sent)."""
-    anchor = flatten(founding)
+def mix(local: np.ndarray, anchor: np.ndarray, alpha: float, coarse: bool = False) -> np.ndarray:
+    """The island's values after it has applied a result; rounded to bfloat16 where it trains in that."""
     number = anchor.dtype.type
-    momentum: np.ndarray | None = None
-    lineage = ""
+    mixed = local * number(alpha) + anchor * number(1.0 - alpha) if alpha else anchor
+    return to_bfloat16(mixed) if coarse else mixed
+
+
+def replay(
+    foundings: Sequence[np.ndarray], slots: Iterable[tuple[int, Mapping[int, Send]]], outer: Outer
+) -> list[Result]:
+    """The outer loop over the committed slots: (slot number, island -> what it sent). foundings: by fragment, flat.
+
+    An island that made no step since it last applied the fragment has no say in the slot.
+    """
+    anchors = list(foundings)
+    momenta: list[np.ndarray | None] = [None] * len(anchors)
+    lineages = [""] * len(anchors)
+    versions = [0] * len(anchors)
     results = []
     for slot, sends in slots:
-        islands = sorted(sends)
+        f = slot % outer.fragments
+        number = anchors[f].dtype.type
+        islands = [i for i in sorted(sends) if sends[i].steps > 0]
         weights = shares([(sends[i].steps, sends[i].tokens) for i in islands], outer.weight)
         delta: np.ndarray | None = None
         for island, weight in zip(islands, weights, strict=True):
-            part = delta_of(anchor, founding, sends[island]) * number(weight)
+            part = delta_of(anchors[f], sends[island]) * number(weight)
             delta = part if delta is None else delta + part
         assert delta is not None
+        momentum = None
         if outer.momentum == 0.0:
             update = delta
         else:
-            before = np.zeros_like(anchor) if momentum is None else momentum
-            momentum = before * number(outer.momentum) + delta
+            before = momenta[f]
+            momentum = (np.zeros_like(delta) if before is None else before) * number(outer.momentum) + delta
             update = momentum * number(outer.momentum) + delta if outer.nesterov else momentum
-        anchor = anchor - update * number(outer.lr)
-        digest = sha256(anchor)
-        entry = json.dumps([lineage, slot, 0, digest, islands])
-        lineage = hashlib.sha256(entry.encode()).hexdigest()
-        tokens = sum(send.tokens for send in sends.values())
-        results.append(Result(slot, anchor, momentum, digest, lineage, weights, tokens))
+        anchors[f] = anchors[f] - update * number(outer.lr)
+        momenta[f] = momentum
+        versions[f] += 1
+        digest = sha256(anchors[f])
+        lineages[f] = hashlib.sha256(json.dumps([lineages[f], slot, f, digest, islands]).encode()).hexdigest()
+        tokens = sum(sends[i].tokens for i in islands)
+        results.append(
+            Result(
+                slot,
+                f,
+                versions[f],
+                anchors[f],
+                momentum,
+                digest,
+                lineages[f],
+                weights,
+                tuple(islands),
+                tokens,
+            )
+        )
     return results

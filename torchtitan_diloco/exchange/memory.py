@@ -29,13 +29,14 @@ BULK_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One message about to travel: its number in the run, what it is, from whom to whom."""
+    """One message about to travel: its number in the run, what it is, from whom to whom, about which slot."""
 
     number: int
     kind: Literal["message", "bulk"]
     sender: int
     receiver: int
     message: Message | None
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,9 @@ class MemoryNet:
     # ---- traffic ---------------------------------------------------------------------------------------------------
 
     def send(self, sender: Member, send: Send) -> None:
-        boundary = Boundary(next(self.boundaries), "message", sender.island, send.to.island, send.message)
+        boundary = Boundary(
+            next(self.boundaries), "message", sender.island, send.to.island, send.message, send.message.slot
+        )
         fate = self.script(boundary)
         if fate.crash_first:
             self._crash(fate)
@@ -138,7 +141,11 @@ class MemoryNet:
         payloads = {member.island: b.payload.clone() for member, b in arrived.items()}
         for receiver in bulk.members:
             fates = [
-                self.script(Boundary(next(self.boundaries), "bulk", sender.island, receiver.island, None))
+                self.script(
+                    Boundary(
+                        next(self.boundaries), "bulk", sender.island, receiver.island, None, bulk.attempt[0]
+                    )
+                )
                 for sender in bulk.members
                 if sender != receiver
             ]

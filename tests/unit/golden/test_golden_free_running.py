@@ -1,6 +1,6 @@
 """Whole runs, inner training included, against a NumPy simulation of all of it, in float64."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,38 +9,47 @@ import pytest
 import torch
 
 from tests.golden.island import Case, Plan
-from tests.golden.reference import shares
-from torchtitan_diloco.exchange.memory import MemoryNet, MemoryTransport
+from tests.golden.reference import Outer, schedule, shares
+from tests.golden.turns import Turns, TurnsTransport
+from torchtitan_diloco.exchange.memory import MemoryNet
+from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.outer.fragments import Fragment, TensorSpec
 from torchtitan_diloco.semi_sync import Setup, make_method
+from torchtitan_diloco.semi_sync.diloco import DiLoCo, Flight
 
-SLOTS = 10
-SIZES = {"w.first": 5, "w.second": 3}  # the linear model's weights, in two tensors
+WINDOWS = 10
+SIZES = {
+    f"w.{i}": size for i, size in enumerate([2, 1, 2, 1, 1, 2, 1, 2])
+}  # the linear model's weights, by tensor
+WIDTH = sum(SIZES.values())
 INNER_LR = 0.05
-PLANS = [Plan(7, 7 * SLOTS - 3, rows=4), Plan(4, 4 * SLOTS, rows=6), Plan(9, 9 * SLOTS - 8, rows=3)]
+ROW = 8  # tokens
+
+Anchors = list[list[np.ndarray]]
+"""By fragment, its values after each committed slot."""
 
 
 def batch(island: int, step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs (rows, 8) and targets (rows,) of a linear law that differs a little between islands."""
-    law = np.linspace(-1.0, 1.0, 8) + 0.2 * np.sin(np.arange(8) + island)
-    x = np.random.default_rng([island, step]).normal(size=(rows, 8))
+    """Inputs (rows, WIDTH) and targets (rows,) of a linear law that differs a little between islands."""
+    law = np.linspace(-1.0, 1.0, WIDTH) + 0.2 * np.sin(np.arange(WIDTH) + island)
+    x = np.random.default_rng([island, step]).normal(size=(rows, WIDTH))
     return x, x @ law
 
 
 def beginning() -> np.ndarray:
-    return np.random.default_rng(7).normal(size=8)
+    return np.random.default_rng(7).normal(size=WIDTH)
 
 
 class Float64Parameters:
     """In place of IslandParameters, which always exchanges float32."""
 
     def __init__(self) -> None:
-        halves = np.split(beginning(), [SIZES["w.first"]])
+        parts = np.split(beginning(), np.cumsum(list(SIZES.values()))[:-1])
         self.tensors = {
-            name: torch.tensor(half, requires_grad=True) for name, half in zip(SIZES, halves, strict=True)
+            name: torch.tensor(part, requires_grad=True) for name, part in zip(SIZES, parts, strict=True)
         }
         self.specs = {name: TensorSpec(name, (size,), torch.float64) for name, size in SIZES.items()}
 
@@ -48,55 +57,64 @@ class Float64Parameters:
         return fragment.flatten({name: t.detach() for name, t in self.tensors.items()}, torch.float64)
 
     @torch.no_grad()
-    def scatter(self, fragment: Fragment, flat: torch.Tensor) -> None:
-        for spec, values in fragment.views(flat):
-            self.tensors[spec.name].copy_(values)
+    def scatter(self, fragment: Fragment, flat: torch.Tensor, alpha: float = 0.0) -> None:
+        for piece, values in fragment.views(flat):
+            held = self.tensors[piece.spec.name][piece.start : piece.stop]
+            held.copy_(alpha * held + (1 - alpha) * values)
 
 
-def train_ours(folder: Path, case: Case) -> list[np.ndarray]:
-    """The anchor after each slot, of islands that run the production method over the memory transport."""
-    net = MemoryNet()
-    parameters = [Float64Parameters() for _ in PLANS]
-    methods = []
-    for i, plan in enumerate(PLANS):
+def train_ours(folder: Path, case: Case, plans: Sequence[Plan]) -> tuple[Anchors, list[np.ndarray]]:
+    """Anchors, and each island's positions in the flat weights by fragment, of islands that run the production method."""
+    turns = Turns(MemoryNet())
+    methods: list[DiLoCo] = []
+    for i, plan in enumerate(plans):
         setup = Setup(
-            config=case.config(plan, len(PLANS)),
+            config=case.config(plan, len(plans)),
             steps=plan.steps,
             island=i,
             incarnation="only",
             started=float(i),
             run_id="toy",
             group=IslandGroup(),
-            parameters=parameters[i],  # type: ignore[arg-type]
+            parameters=Float64Parameters(),  # type: ignore[arg-type]
             trace=Trace(folder / f"island-{i}", i, "only"),
             drain=DrainFlag(),
-            make_transport=partial(MemoryTransport, net=net),
+            make_transport=partial(TurnsTransport, net=turns.net, turns=turns),
         )
-        methods.append(make_method(setup))
-        methods[i].join(0)
-    net.run(1.0)
-    steps = [0] * len(PLANS)
-    anchors = []
-    for _ in range(SLOTS):
-        for i, (plan, method) in enumerate(zip(PLANS, methods, strict=True)):
-            slot = None
-            while slot is None:
-                inner_step(parameters[i], *batch(i, steps[i], plan.rows))
-                steps[i] += 1
-                slot = method.count(steps[i], plan.rows * 8)
-            method.send(slot)
-        for i, method in enumerate(methods):
-            while (outcome := method.poll(0.05)) is None:
-                assert net.now < 1000.0
-            assert outcome.status == "committed"
-            method.settle(outcome, steps[i])
-        ends = [method.outer.states[0].anchor.numpy() for method in methods]
-        assert all(end.tobytes() == ends[0].tobytes() for end in ends)
-        anchors.append(ends[0])
-    assert steps == [plan.steps for plan in PLANS]
+        method = make_method(setup)
+        assert isinstance(method, DiLoCo)
+        methods.append(method)
+        method.join(0)
+    turns.net.run(1.0)
+    anchors: Anchors = [[] for _ in range(case.fragments)]
+
+    def poll(flight: Flight, timeout_s: float = 0.0) -> Outcome | None:
+        """The first island's, keeping every anchor."""
+        outcome = DiLoCo.poll(methods[0], flight, timeout_s)
+        if outcome is not None and outcome.status == "committed":
+            assert methods[0].outer is not None
+            anchors[flight.fragment].append(methods[0].outer.states[flight.fragment].anchor.numpy())
+        return outcome
+
+    methods[0].poll = poll  # type: ignore[method-assign]
+
+    def train(island: int) -> None:
+        plan, method = plans[island], methods[island]
+        for step in range(plan.steps):
+            inner_step(method.parameters, *batch(island, step, plan.rows))  # type: ignore[arg-type]
+            assert method.after_inner_step(step + 1, plan.rows * ROW) == step + 1
+
+    turns.run([partial(train, island) for island in range(len(plans))])
     for method in methods:
+        assert method.outer is not None and methods[0].outer is not None
+        assert method.outer.describe()["fragments"] == methods[0].outer.describe()["fragments"]
         method.leave("done")
-    return anchors
+    starts = dict(zip(SIZES, np.cumsum([0, *SIZES.values()])[:-1], strict=True))
+    positions = [
+        np.concatenate([starts[p.spec.name] + np.arange(p.start, p.stop) for p in fragment.pieces])
+        for fragment in methods[0].fragments
+    ]
+    return anchors, positions
 
 
 def inner_step(parameters: Float64Parameters, x: np.ndarray, y: np.ndarray) -> None:
@@ -108,50 +126,111 @@ def inner_step(parameters: Float64Parameters, x: np.ndarray, y: np.ndarray) -> N
             tensor.sub_(INNER_LR * gradient)
 
 
-def simulate(outer_step: Callable[[np.ndarray, np.ndarray], np.ndarray], weight: str) -> list[np.ndarray]:
-    """The same run in NumPy. outer_step: (anchor, merged delta) -> new anchor."""
+class Learner:
+    """One island of the simulation."""
+
+    def __init__(self, number: int, plan: Plan, outer: Outer) -> None:
+        self.number, self.plan, self.outer = number, plan, outer
+        self.local = beginning()
+        self.step = 0
+        self.applied = [0] * outer.fragments  # step at which each fragment was last applied
+        self.turns = schedule(plan.sync_every, plan.steps, outer)
+
+    def train_to(self, step: int) -> None:
+        for s in range(self.step, step):
+            x, y = batch(self.number, s, self.plan.rows)
+            self.local -= INNER_LR * x.T @ (x @ self.local - y) / self.plan.rows
+        self.step = max(self.step, step)
+
+
+def simulate(outer: Outer, plans: Sequence[Plan], positions: Sequence[np.ndarray]) -> Anchors:
+    """The same run in NumPy: slot after slot; an island applies what is due on its way to the next send.
+
+    Nesterov's velocity is kept in units of the parameters, another form of the same step.
+    """
+    learners = [Learner(i, plan, outer) for i, plan in enumerate(plans)]
     anchor = beginning()
-    steps = [0] * len(PLANS)
-    anchors = []
-    for slot in range(SLOTS):
+    velocity = np.zeros(WIDTH)
+    anchors: Anchors = [[] for _ in positions]
+    merged: dict[int, np.ndarray] = {}  # slot -> new anchor of its fragment, not applied by everybody yet
+
+    def apply_until(learner: Learner, slot: int, step: int) -> None:
+        """Train to ``step``, applying earlier slots on the way, those of ``step`` itself included."""
+        for turn in learner.turns[:slot]:
+            if learner.step <= turn.applied <= step and turn.slot in pending[learner.number]:
+                learner.train_to(turn.applied)
+                pending[learner.number].discard(turn.slot)
+                if turn.slot in merged:
+                    where = positions[turn.fragment]
+                    mixed = outer.alpha * learner.local[where] + (1 - outer.alpha) * merged[turn.slot]
+                    learner.local[where] = mixed
+                    learner.applied[turn.fragment] = turn.applied
+        learner.train_to(step)
+
+    pending: list[set[int]] = [set() for _ in plans]
+    for slot in range(len(learners[0].turns)):
+        where = positions[slot % outer.fragments]
         deltas, counts = [], []
-        for i, plan in enumerate(PLANS):
-            local = anchor.copy()
-            end = min((slot + 1) * plan.sync_every, plan.steps)
-            counts.append((end - steps[i], (end - steps[i]) * plan.rows * 8))
-            for step in range(steps[i], end):
-                x, y = batch(i, step, plan.rows)
-                local -= INNER_LR * x.T @ (x @ local - y) / plan.rows
-            steps[i] = end
-            deltas.append(anchor - local)
-        anchor = outer_step(anchor, np.average(deltas, axis=0, weights=shares(counts, weight)))
-        anchors.append(anchor)
+        for learner in learners:
+            turn = learner.turns[slot]
+            apply_until(learner, slot, turn.sent)
+            pending[learner.number].add(slot)
+            steps = turn.sent - learner.applied[turn.fragment]
+            if steps > 0:
+                deltas.append(anchor[where] - learner.local[where])
+                counts.append((steps, steps * learner.plan.rows * ROW))
+        if deltas:
+            delta = np.average(deltas, axis=0, weights=shares(counts, outer.weight))
+            before = velocity[where]
+            velocity[where] = outer.momentum * before - outer.lr * delta
+            ahead = (1 + outer.momentum) * velocity[where] - outer.momentum * before
+            anchor[where] += ahead if outer.nesterov else velocity[where]
+            merged[slot] = anchor[where].copy()
+            anchors[slot % outer.fragments].append(merged[slot])
+        for learner in learners:
+            if learner.turns[slot].applied == learner.turns[slot].sent:
+                apply_until(learner, slot + 1, learner.turns[slot].sent)
     return anchors
 
 
-class Nesterov:
-    """DiLoCo's Algorithm 1 with the velocity kept in units of the parameters, another form of the same step."""
-
-    def __init__(self, lr: float, momentum: float) -> None:
-        self.lr, self.momentum, self.velocity = lr, momentum, np.zeros(8)
-
-    def __call__(self, anchor: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        before, self.velocity = self.velocity, self.momentum * self.velocity - self.lr * delta
-        return anchor - self.momentum * before + (1 + self.momentum) * self.velocity
+def compare(folder: Path, case: Case, plans: Sequence[Plan]) -> None:
+    ours, positions = train_ours(folder, case, plans)
+    assert sorted(np.concatenate(positions)) == list(range(WIDTH))
+    theirs = simulate(case.outer(), plans, positions)
+    for f, (mine, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        assert len(mine) == len(wanted) >= WINDOWS
+        assert mine[0].dtype == np.float64
+        assert np.linalg.norm(wanted[-1] - beginning()[positions[f]]) > 0.1, "the model did not train"
+        for slot, (a, b) in enumerate(zip(mine, wanted, strict=True)):
+            error = np.linalg.norm(a - b) / np.linalg.norm(b)
+            assert error < 1e-9, f"fragment {f}, its slot {slot}: relative error {error}"
 
 
 @pytest.mark.parametrize("weight", ["tokens", "steps", "equal"])
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_a_linear_model_trains_as_simulated_over_ten_slots(method, weight, tmp_path):
-    case = Case(method, weight, lr=0.5, momentum=0.6)
-    outer_step = (
-        Nesterov(case.lr, case.momentum) if method == "diloco" else lambda anchor, delta: anchor - delta
-    )
-    ours, theirs = train_ours(tmp_path, case), simulate(outer_step, weight)
-    assert len(ours) == SLOTS
-    assert ours[0].dtype == np.float64
-    moved = np.linalg.norm(theirs[-1] - beginning())
-    assert moved > 0.5, "the model did not train"
-    for slot, (mine, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
-        assert error < 1e-9, f"slot {slot}: relative error {error}"
+    plans = [
+        Plan(7, 7 * WINDOWS - 3, rows=4),
+        Plan(4, 4 * WINDOWS, rows=6),
+        Plan(9, 9 * WINDOWS - 8, rows=3),
+    ]
+    compare(tmp_path, Case(method, weight, lr=0.5, momentum=0.6), plans)
+
+
+STREAMING = [
+    Plan(8, 8 * WINDOWS + 1, rows=4),
+    Plan(10, 10 * WINDOWS + 1, rows=6),
+    Plan(9, 9 * WINDOWS + 1, rows=3),
+]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("overlap", [0, 1, 3, 7])
+def test_streaming_in_four_fragments_trains_as_simulated_over_ten_windows(overlap, alpha, tmp_path):
+    compare(tmp_path, Case(lr=0.5, momentum=0.6, fragments=4, overlap=overlap, alpha=alpha), STREAMING)
+
+
+@pytest.mark.parametrize("islands", [2, 5])
+def test_streaming_in_as_many_fragments_as_steps_trains_as_simulated(islands, tmp_path):
+    plans = [Plan(8, 8 * WINDOWS + 3, rows=rows) for rows in (2, 3, 1, 1, 2)]
+    compare(tmp_path, Case(lr=0.5, momentum=0.6, fragments=8, overlap=2), plans[:islands])

@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 
 from tests.golden.compare import Mismatch, check_run
-from tests.golden.island import Case, Plan
+from tests.golden.island import Case, Plan, paces
 from tests.golden.memory_run import run_memory
-from torchtitan_diloco.outer import fragments, merge, optimizer, policy, state
+from tests.golden.reference import Result
+from tests.golden.turns import Stuck
+from torchtitan_diloco.island import parameters
+from torchtitan_diloco.outer import delta, fragments, merge, optimizer, policy, slots, state
 from torchtitan_diloco.semi_sync import diloco
 
 # Three islands, since of two the sum is the same in either order; unequal windows and batches.
 PLANS = [Plan(3, 9, rows=2), Plan(2, 6, rows=3), Plan(4, 12, rows=1)]
+LONG_PLANS = [Plan(6, 19, rows=2), Plan(8, 25, rows=3), Plan(7, 22, rows=1)]
+
+
+def plans(case: Case) -> list[Plan]:
+    return PLANS if case.fragments == 1 else LONG_PLANS
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,23 @@ class Fault:
 
 
 LOCAL_SGD = Case("local_sgd")
+STREAMING = Case(fragments=3, overlap=1)
+QUARTER = Case(fragments=2, overlap=1, alpha=0.25)
+SEVERAL = Case(fragments=3, overlap=4)
+EXCHANGE = """        step = self.apply(step, at_once)
+        while self.next_slot < self.clock.reached(step):
+            self.send(self.next_slot, step)
+            self.next_slot += 1
+            step = self.apply(step, at_once)
+        return step"""
+EXCHANGE_LATE = """        while self.next_slot < self.clock.reached(step):
+            self.send(self.next_slot, step)
+            self.next_slot += 1
+        step = self.apply(step, at_once)
+        return step"""
 
 FAULTS = [
-    Fault("sign of the delta", diloco, "torch.sub(anchor, local)", "torch.sub(local, anchor)"),
+    Fault("sign of the delta", delta, "torch.sub(anchor, local)", "torch.sub(local, anchor)"),
     Fault("sign of the update", optimizer, "return torch.sub(anchor, update, out=update), velocity",
           "return torch.add(anchor, update, out=update), velocity"),
     Fault("momentum taken on the delta too", optimizer,
@@ -66,12 +88,52 @@ FAULTS = [
     Fault("momentum not kept", state, "FragmentState(anchor, momentum, old", "FragmentState(anchor, None, old"),
     Fault("momentum one slot late", state, "FragmentState(anchor, momentum, old",
           "FragmentState(anchor, old.momentum, old"),
-    Fault("digest of the old anchor", state, "old.version + 1, digest(anchor))", "old.version + 1, old.digest)"),
-    Fault("version not counted", state, "old.version + 1, digest", "old.version, digest"),
-    Fault("lineage without its history", state, "link(self.lineage, slot", 'link("", slot'),
-    Fault("committed tokens not added up", state, "self.tokens_total += tokens", "self.tokens_total = tokens"),
+    Fault("digest of the old anchor", state, "value = digest(anchor)", "value = old.digest"),
+    Fault("version not counted", state, "old.version + 1, value", "old.version, value"),
+    Fault("lineage without its history", state, "link(old.lineage, slot", 'link("", slot'),
+    Fault("committed tokens not added up", state, "lineage, old.tokens + tokens)", "lineage, tokens)"),
     Fault("an island wrongly without a vote", policy, "header.steps > 0", "header.steps > 2"),
-    Fault("order of the tensors", fragments, "in sorted(specs, key=lambda spec: spec.name):", "in specs:"),
+    Fault("order of the tensors", fragments, "in sorted(rows, key=lambda r: (r[0].name, r[1])):", "in rows:"),
+    # What only shows with several fragments, overlap and mixing.
+    Fault("momentum of another fragment", state,
+          "self.optimizer.step(old.anchor, merged, old.momentum)",
+          "self.optimizer.step(old.anchor, merged, None if (m := self.states[fragment - 1].momentum) is None "
+          "else m.repeat(9)[: merged.numel()])", STREAMING),
+    Fault("lineage of another fragment", state, "link(old.lineage, slot", "link(self.states[0].lineage, slot", STREAMING),
+    Fault("fragments in another order", slots, "return slot % self.fragments",
+          "return self.fragments - 1 - slot % self.fragments", STREAMING),
+    Fault("a slot due one step early", slots, "return step * self.fragments",
+          "return (step + 1) * self.fragments", STREAMING),
+    Fault("a slot due one step late", slots, "return step * self.fragments",
+          "return (step - 1) * self.fragments", STREAMING),
+    Fault("fewer slots at the end", slots, "// self.sync_every + self.fragments", "// self.sync_every + 1", STREAMING),
+    Fault("applied one step early", diloco, "step + self.setup.config.overlap",
+          "step + self.setup.config.overlap - 1", STREAMING),
+    Fault("applied one step late", diloco, "step + self.setup.config.overlap",
+          "step + self.setup.config.overlap + 1", STREAMING),
+    Fault("applied after sending", diloco, EXCHANGE, EXCHANGE_LATE, STREAMING),
+    Fault("only one result applied", diloco, "while self.flights and (at_once", "if self.flights and (at_once", SEVERAL),
+    Fault("counters of the fragment not restarted", diloco,
+          "self.setup.config.mix_alpha)\n            self.steps[index] = self.tokens[index] = 0",
+          "self.setup.config.mix_alpha)", STREAMING),
+    Fault("counters of all fragments restarted", diloco,
+          "self.setup.config.mix_alpha)\n            self.steps[index] = self.tokens[index] = 0",
+          "self.setup.config.mix_alpha)\n            self.steps = [0] * len(self.fragments)", STREAMING),
+    Fault("counters restarted at the send", diloco,
+          "self.setup.config.mix_alpha)\n            self.steps[index] = self.tokens[index] = 0",
+          "self.setup.config.mix_alpha)\n            self.steps[index] = self.setup.config.overlap", STREAMING),
+    Fault("delta from the anchor of another fragment", diloco, "pseudo_gradient(fragment, state.anchor, local)",
+          "pseudo_gradient(fragment, torch.roll(state.anchor, 1), local)", STREAMING),
+    Fault("base version stale", diloco, "                version=state.version,",
+          "                version=state.version - (self.setup.island == 1),", STREAMING),
+    Fault("anchor of another fragment scattered", diloco, "anchor = self.outer.states[index].anchor if",
+          "anchor = self.outer.states[index - 1].anchor.repeat(9)[: self.fragments[index].numel] if", STREAMING),
+    Fault("alpha swapped", parameters, "* alpha + values * (1.0 - alpha)", "* (1.0 - alpha) + values * alpha", QUARTER),
+    Fault("alpha as one rounding", parameters, "values = held.to(\"cpu\", torch.float32) * alpha + values * (1.0 - alpha)",
+          "values = torch.lerp(values, held.to(\"cpu\", torch.float32), alpha)", QUARTER),
+    Fault("alpha left out", parameters, "        if alpha:", "        if False:", QUARTER),
+    Fault("rows of another range", parameters, "part.within(piece.start), local)",
+          "part.within(piece.start), Box((0, *local.offset[1:]), local.shape))", STREAMING),
 ]  # fmt: skip
 
 
@@ -79,7 +141,7 @@ def functions(module: types.ModuleType) -> dict[str, types.FunctionType]:
     """The module's own functions and methods, by qualified name."""
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
     members = [m for value in own if isinstance(value, type) for m in vars(value).values()]
-    unwrapped = [getattr(value, "__func__", value) for value in [*own, *members]]
+    unwrapped = [inspect.unwrap(getattr(value, "__func__", value)) for value in [*own, *members]]
     return {f.__qualname__: f for f in unwrapped if isinstance(f, types.FunctionType)}
 
 
@@ -110,15 +172,18 @@ def plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted[0], "__code__", changed[planted[0].__qualname__])
 
 
+def run_and_check(folder: Path, case: Case) -> list[Result]:
+    run_memory(folder, case, plans(case))
+    return check_run(folder, range(3), case.outer(), paces=paces(plans(case)))
+
+
 @pytest.mark.parametrize("case", sorted({fault.case for fault in FAULTS}, key=repr), ids=repr)
 def test_without_a_fault_the_comparison_passes(case: Case, tmp_path: Path):
-    run_memory(tmp_path, case, PLANS)
-    assert len(check_run(tmp_path, range(3), case.outer())) == 3
+    assert len(run_and_check(tmp_path, case)) >= 3
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_seen(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plant(fault, monkeypatch)
-    run_memory(tmp_path, fault.case, PLANS)
-    with pytest.raises(Mismatch):
-        check_run(tmp_path, range(3), fault.case.outer())
+    with pytest.raises((Mismatch, Stuck)):
+        run_and_check(tmp_path, fault.case)
