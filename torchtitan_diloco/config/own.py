@@ -95,6 +95,22 @@ class MergeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CodecConfig:
+    """[semi_sync.codec]: how a delta becomes bytes"""
+
+    wire: str = "fp32"
+    """Registered codec: "fp32", "bf16", "int8", "int4", "fp4_e3m0" or "topk"."""
+    error_feedback: bool = False
+    """Add what the codec lost in one slot to the delta of the next."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Stochastic rounding is unbiased; its noise is a function of run, slot, fragment and island."""
+    block: int | None = None
+    """Values that share a scale (int8, int4, fp4_e3m0) or compete (topk); absent = the codec's own."""
+    density: float | None = None
+    """Share of the values that topk sends; absent = its own."""
+
+
+@dataclass(kw_only=True, slots=True)
 class SemiSyncConfig:
     """[semi_sync]"""
 
@@ -118,3 +134,5 @@ class SemiSyncConfig:
     """Outer optimizer."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """Merge rule."""
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    """Wire format."""

@@ -25,14 +25,15 @@ from torchtitan_diloco.exchange.messages import (
     Message,
     Outcome,
 )
-from torchtitan_diloco.outer.digest import digest
+from torchtitan_diloco.outer.digest import digest, is_finite
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, call_roll
 
 MAX_TRIES = 3
 REMEMBERED = 64  # slots whose outcome is kept for those who ask late
 
-Merge = Callable[[Sequence[Contribution]], tuple[torch.Tensor, list[float]]]
+Merge = Callable[[int, Sequence[Contribution]], tuple[torch.Tensor, list[float]]]
+"""(fragment, contributions) -> merged delta, weights."""
 
 
 class SlotProtocol:
@@ -53,7 +54,7 @@ class SlotProtocol:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def offer(self, header: Header, payload: torch.Tensor) -> list[Effect]:
-        """Start on a slot. payload: 1-D, this island's delta. A slot it was behind in may be offered again."""
+        """Start on a slot. payload: 1-D, this island's encoded delta. A slot it was behind in may be offered again."""
         assert header.slot not in self.offers
         self.offers[header.slot] = offer = Offer(header, payload)
         self.floor = min(self.offers)
@@ -91,11 +92,14 @@ class SlotProtocol:
         assert offer.roll is not None
         headers = {m.island: a.header for m, a in self.headers[attempt].items()}
         merged, weights = self.merge(
+            offer.header.fragment,
             [
                 Contribution(i, headers[i].steps, headers[i].tokens, payloads[i])
                 for i in offer.roll.contributors
-            ]
+            ],
         )
+        if not is_finite(merged):  # the same bytes everywhere, so everybody sees it
+            return self._fail(offer, "the merged delta is not finite")
         offer.merged, offer.weights, offer.digest = merged, tuple(weights), digest(merged)
         offer.phase = Phase.CONFIRM
         offer.confirms[self.me.island] = offer.digest
@@ -226,7 +230,9 @@ class SlotProtocol:
         ):  # only ever asked of one that is past the slot
             reason = f"island {sender.island} is past it and does not remember it"
             return self._finish(Outcome(offer.slot, "behind", reason=reason))
-        if offer.phase is Phase.HEADERS and message.status == "committed":  # by a roll that left this island out
+        if (
+            offer.phase is Phase.HEADERS and message.status == "committed"
+        ):  # by a roll that left this island out
             reason = f"committed without us by island {sender.island}"
             return self._finish(Outcome(offer.slot, "behind", reason=reason))
         if offer.phase not in (Phase.CONFIRM, Phase.RESOLVE):

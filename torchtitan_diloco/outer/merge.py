@@ -7,17 +7,19 @@ from typing import Literal
 
 import torch
 
+from torchtitan_diloco.outer.codec import Plan
+
 Weight = Literal["tokens", "steps", "equal"]
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one island brings to a slot: inner steps and tokens since it last applied the fragment, and its delta."""
+    """What one island brings to a slot: inner steps and tokens since it last applied the fragment; its encoded delta."""
 
     island: int
     steps: int
     tokens: int
-    delta: torch.Tensor
+    payload: torch.Tensor
 
 
 def weights(counts: Sequence[tuple[int, int]], kind: Weight) -> list[float]:
@@ -39,15 +41,16 @@ def weights(counts: Sequence[tuple[int, int]], kind: Weight) -> list[float]:
     return [value / total for value in raw]
 
 
-def mean(contributions: Sequence[Contribution], kind: Weight) -> tuple[torch.Tensor, list[float]]:
+def mean(contributions: Sequence[Contribution], kind: Weight, plan: Plan) -> tuple[torch.Tensor, list[float]]:
     """Weighted mean of the deltas: ((w_0 d_0 + w_1 d_1) + w_2 d_2) + ..., in the order of island ids.
 
-    Each product and each sum is rounded to the deltas' dtype. Returns the merged delta (new storage) and the weights.
+    plan: decodes the payloads. Each product and each sum is rounded to float32. Returns the merged delta (new storage) and
+    the weights.
     """
     ordered = sorted(contributions, key=lambda c: c.island)
     shares = weights([(c.steps, c.tokens) for c in ordered], kind)
-    merged = ordered[0].delta * shares[0]
-    scratch = torch.empty_like(merged) if len(ordered) > 1 else merged
+    merged = torch.empty(plan.numel, dtype=torch.float32)
+    plan.decode_scaled(ordered[0].payload, shares[0], merged)
     for contribution, share in zip(ordered[1:], shares[1:], strict=True):
-        merged += torch.mul(contribution.delta, share, out=scratch)
+        plan.decode_add(contribution.payload, share, merged)
     return merged, shares

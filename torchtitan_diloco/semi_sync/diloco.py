@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
-from torchtitan_diloco.exchange.protocol import Merge
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer.delta import pseudo_gradient
 from torchtitan_diloco.outer.digest import is_finite
@@ -30,13 +29,13 @@ from torchtitan_diloco.outer.fragments import (
     fingerprint,
     whole_model,
 )
-from torchtitan_diloco.outer.merge import mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
 from torchtitan_diloco.semi_sync.waiting import in_background, wait_for
+from torchtitan_diloco.semi_sync.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,12 @@ class DiLoCo(SemiSync):
         self.fragments = self.partition(list(setup.parameters.specs.values()))
         self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments))
         self.optimizer = self.make_optimizer()
-        self.merge = self.make_merge()
+        self.check_merge()
         self.steps = [0] * len(self.fragments)  # inner steps, and tokens, since the fragment was last applied
         self.tokens = [0] * len(self.fragments)
         self.next_slot = 0  # to send
         self.flights: list[Flight] = []  # in the order of their slots
+        self.wire = self.make_wire()
         self.outer: OuterState | None = None  # on the gateway
         self.transport: Transport | None = None  # on the gateway
 
@@ -102,11 +102,17 @@ class DiLoCo(SemiSync):
             raise UserError(f'semi_sync.outer.name: "{outer.name}" is not an outer optimizer; there is "sgd"')
         return OuterSGD(outer.lr, outer.momentum, outer.nesterov)
 
-    def make_merge(self) -> Merge:
+    def check_merge(self) -> None:
         merge = self.setup.config.merge
         if merge.method != "mean":
             raise UserError(f'semi_sync.merge.method: "{merge.method}" is not a merge rule; there is "mean"')
-        return partial(mean, kind=merge.weight)
+
+    def make_wire(self) -> Wire:
+        setup = self.setup
+        fragments = (
+            self.fragments if self.group.is_gateway else ()
+        )  # the others only learn of a wrong setting
+        return Wire(setup.config.codec, setup.config.merge.weight, fragments, setup.run_id, setup.island)
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
@@ -133,7 +139,7 @@ class DiLoCo(SemiSync):
 
     def _enter(self, step: int) -> Joined:
         assert self.outer is not None
-        self.transport = self.setup.make_transport(self.merge)
+        self.transport = self.setup.make_transport(self.wire.merge)
         hello = Hello(
             island=self.setup.island,
             incarnation=self.setup.incarnation,
@@ -173,6 +179,8 @@ class DiLoCo(SemiSync):
         for i in changed:
             self.parameters.scatter(self.fragments[i], outer.states[i].anchor if outer else None)
             self.steps[i] = self.tokens[i] = 0
+            if self.group.is_gateway:
+                self.wire.reset(i)
         self.flights = [flight for flight in self.flights if flight.slot >= slot]
         self.next_slot = max(self.next_slot, slot)
         if position is not None and changed:
@@ -246,7 +254,8 @@ class DiLoCo(SemiSync):
                 finite=is_finite(delta),
                 positions=self.setup.position(),
             )
-            self.transport.offer(header, delta)
+            payload = self.wire.encode(index, slot, delta) if header.finite else self.wire.blank(index)
+            self.transport.offer(header, payload)
         flight.stall_s = time.monotonic() - began
 
     def poll(self, flight: Flight, timeout_s: float = POLL_S) -> Outcome | None:
@@ -255,19 +264,21 @@ class DiLoCo(SemiSync):
         outcome = self.transport.result(flight.slot, timeout_s)
         if outcome is None:
             return None
-        if outcome.status == "committed" and outcome.merged is not None:
-            if self.outer.states[flight.fragment].version != flight.version:
-                outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
-            else:
-                participants = list(outcome.participants)
+        counted = outcome.status == "committed" and self.setup.island in outcome.participants
+        self.wire.settle(flight.fragment, counted)
+        if outcome.status == "committed":
+            assert outcome.merged is not None
+            if self.outer.states[flight.fragment].version == flight.version:
                 self.outer.commit(
                     flight.slot,
                     flight.fragment,
                     outcome.merged,
-                    participants,
+                    list(outcome.participants),
                     outcome.tokens,
                     outcome.positions,
                 )
+            else:
+                outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
         elif outcome.status == "failed":
             self.outer.fail(flight.slot)
         self.transport.publish(self.outer)
@@ -355,7 +366,7 @@ class DiLoCo(SemiSync):
         if self.outer is None:
             return {}, {}
         own = {"steps": self.steps, "tokens": self.tokens, "layout": fingerprint(self.fragments)}
-        return {"outer": self.outer.describe(), "own": own}, self.outer.tensors()
+        return {"outer": self.outer.describe(), "own": own}, self.outer.tensors() | self.wire.residuals()
 
     def restore(self, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         own = description["own"]
@@ -366,6 +377,7 @@ class DiLoCo(SemiSync):
             blank = [torch.empty(0, dtype=torch.float32) for _ in self.fragments]
             self.outer = OuterState.found(self.fragments, self.optimizer, blank)
             self.outer.restore(description["outer"], tensors)
+            self.wire.restore(tensors)
 
     def leave(self, reason: str) -> None:
         if self.transport is not None:

@@ -1,6 +1,7 @@
 """Islands that do nothing but offer slots over the in-memory network, and the invariants that must hold whatever happens."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,8 +10,9 @@ import torch
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange.memory import Boundary, Fate, MemoryNet, MemoryTransport
 from torchtitan_diloco.exchange.transport import Hello
+from torchtitan_diloco.outer.codec import make_codec
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
-from torchtitan_diloco.outer.merge import mean
+from torchtitan_diloco.outer.merge import Contribution, mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
@@ -34,7 +36,9 @@ class Actor:
     transport: MemoryTransport
     state: OuterState
     steps: dict[int, int] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)  # slot not applied yet -> version its delta is based on
+    sent: dict[int, int] = field(
+        default_factory=dict
+    )  # slot not applied yet -> version its delta is based on
     next_slot: int = 0
     log: list[tuple[int, str]] = field(default_factory=list)
 
@@ -66,7 +70,7 @@ class Actor:
             self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
             steps, steps * 10, True, slot,
         )  # fmt: skip
-        self.transport.offer(header, state.anchor - noise)
+        self.transport.offer(header, (state.anchor - noise).view(torch.uint8))
 
     def poll(self) -> None:
         if not self.sent or not self.alive():
@@ -84,7 +88,12 @@ class Actor:
         if outcome.status == "committed" and not taken:
             assert outcome.merged is not None
             self.state.commit(
-                outcome.slot, fragment, outcome.merged, list(outcome.participants), outcome.tokens, outcome.positions
+                outcome.slot,
+                fragment,
+                outcome.merged,
+                list(outcome.participants),
+                outcome.tokens,
+                outcome.positions,
             )
             self.steps[fragment] = 0
         elif outcome.status == "failed" and not taken:
@@ -122,6 +131,14 @@ class Actor:
             self.sent = {slot: state.version, **self.sent}
             self.send(slot, 0)
 
+
+PLAN = make_codec("fp32").prepare(3)
+
+
+def merge(fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
+    return mean(contributions, "tokens", PLAN)
+
+
 class Simulation:
     """A run of ``islands`` islands for ``slots`` slots under a fault script."""
 
@@ -143,7 +160,7 @@ class Simulation:
         self.incarnations += 1
         anchors = [torch.zeros(3) for _ in range(self.fragments)]
         state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
-        transport = MemoryTransport(merge=partial(mean, kind="tokens"), net=self.net)
+        transport = MemoryTransport(merge=merge, net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)
         transport.join(hello, state)
         self.actors[island] = Actor(self, island, self.incarnations, transport, state, next_slot=state.slot)

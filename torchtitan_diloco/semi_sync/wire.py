@@ -1,0 +1,82 @@
+"""From deltas to bytes and back: the codec of each fragment, its residual, and the merge of what arrives."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchtitan_diloco.config.own import CodecConfig
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.outer.codec import ErrorFeedback, make_codec, noise_seed
+from torchtitan_diloco.outer.fragments import Fragment
+from torchtitan_diloco.outer.merge import Contribution, Weight, mean
+
+
+class Wire:
+    """On the gateway. Two threads use it: the training thread encodes and settles, the exchange thread merges.
+
+    Memory per fragment: the encoded delta, and with error feedback a float32 residual of the fragment's size.
+    """
+
+    def __init__(
+        self, config: CodecConfig, weight: Weight, fragments: Sequence[Fragment], run_id: str, island: int
+    ) -> None:
+        """Raises UserError naming the setting that the codec does not have, or the codecs there are."""
+        try:
+            codec = make_codec(
+                config.wire, block=config.block, density=config.density, rounding=config.rounding
+            )
+        except ValueError as error:
+            raise UserError(f"semi_sync.codec: {error}") from error
+        self._codec = codec
+        self._weight: Weight = weight
+        self._run_id, self._island = run_id, island
+        self._encoders = [codec.prepare(fragment.numel) for fragment in fragments]
+        self._decoders = [codec.prepare(fragment.numel) for fragment in fragments]  # a plan serves one thread
+        self._buffers = [torch.empty(codec.nbytes(f.numel), dtype=torch.uint8) for f in fragments]
+        self._feedback = (
+            [ErrorFeedback(encoder) for encoder in self._encoders] if config.error_feedback else None
+        )
+
+    def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
+        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up. It lasts until the fragment's next."""
+        buffer = self._buffers[fragment]
+        seed = noise_seed(self._run_id, slot, fragment, self._island) if self._codec.stochastic else None
+        if self._feedback:
+            self._feedback[fragment].propose(delta, buffer, seed)
+        else:
+            self._encoders[fragment].encode(delta, buffer, seed)
+        return buffer
+
+    def blank(self, fragment: int) -> torch.Tensor:
+        """A payload for a delta that cannot be sent; its header says that it does not count."""
+        return self._buffers[fragment].zero_()
+
+    def settle(self, fragment: int, counted: bool) -> None:
+        """The slot is over; the residual moves only if this island's bytes counted in it."""
+        if self._feedback and self._feedback[fragment].is_open:
+            if counted:
+                self._feedback[fragment].commit()
+            else:
+                self._feedback[fragment].abandon()
+
+    def reset(self, fragment: int) -> None:
+        """The island has taken the fragment from another: what its own deltas had lost has no meaning any more."""
+        if self._feedback:
+            self._feedback[fragment].abandon()
+            self._feedback[fragment].residual.zero_()
+
+    def merge(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
+        """Decode and merge the payloads of a slot: (merged delta, weights)."""
+        return mean(contributions, self._weight, self._decoders[fragment])
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """For the checkpoint: ``residual.<fragment>``."""
+        return {f"residual.{i}": f.residual for i, f in enumerate(self._feedback or ())}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError when a residual is missing or has another length."""
+        for i, feedback in enumerate(self._feedback or ()):
+            saved = tensors.get(f"residual.{i}")
+            if saved is None or saved.shape != feedback.residual.shape:
+                raise ValueError(f"the residual of fragment {i} is missing or does not fit")
+            feedback.residual.copy_(saved)
