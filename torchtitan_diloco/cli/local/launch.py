@@ -18,6 +18,7 @@ from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback,
 from torchtitan_diloco.cli.local.processes import Child, sweep
 from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
 from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
+from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import to_toml
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
@@ -30,23 +31,26 @@ class Request:
     """What the command line asks for."""
 
     config: RunConfig
-    ranks: list[int]
-    """Processes of each island."""
+    ranks: dict[int, int]
+    """Island id -> processes, in order."""
     max_restarts: int
     fresh: bool
 
 
 def prepare_data(config: RunConfig) -> DataIdentity:
-    """Prepare every source that is not there yet, once, before islands could race for it. Raises UserError."""
+    """Prepare every source that is not there yet, once, before islands could race for it. Raises UserError.
+
+    Sources that [[islands]] have of their own are prepared as well.
+    """
     from torchtitan_diloco.data.manifest import load_manifest
     from torchtitan_diloco.data.prepare import ensure_prepared
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
-    for source in config.data.sources:
-        ensure_prepared(
-            source.path, source.prepare_from, config.model.hf_assets_path, config.training.seq_len
-        )
-    manifests = [load_manifest(source.path).digest for source in config.data.sources]
+    views = [for_island(config, table.id) for table in config.islands] or [config]
+    sources = {source.path: (source, view) for view in views for source in view.data.sources}
+    for source, view in sources.values():
+        ensure_prepared(source.path, source.prepare_from, view.model.hf_assets_path, view.training.seq_len)
+    manifests = [load_manifest(path).digest for path in sources]
     return DataIdentity(manifests=manifests, tokenizer=tokenizer)
 
 
@@ -103,7 +107,7 @@ def _settle(
         name=config.job.name,
         config_text=config_text,
         data=data,
-        ranks=request.ranks,
+        ranks=list(request.ranks.values()),
         earlier=decision.earlier if decision.plan is Plan.CONTINUE else None,
         now=time.time(),
     )
@@ -138,7 +142,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
         environment = trainer_environment(
             incarnation,
             os.environ,
-            total_ranks=sum(request.ranks),
+            total_ranks=sum(request.ranks.values()),
             loopback_only=not address or is_loopback(address),
         )
         return Child(
@@ -148,7 +152,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             mark=(INCARNATION, island.incarnation),
         )
 
-    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in enumerate(request.ranks)]
+    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
     header = f"run folder {folder} | Lighthouse {address or 'none'}"
     with View(console, islands, header=header, steps=config.training.steps) as view:
 
