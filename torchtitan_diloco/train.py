@@ -25,6 +25,9 @@ def prepare_environment() -> None:
 
 def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
     """Say what is wrong, once and durably, and end with exit code 2."""
+    # TorchTitan's trainer left the stack trace there, for torchrun to repeat below our sentence.
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).unlink(missing_ok=True)
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"error: {error}\n")
         if resolved is not None:

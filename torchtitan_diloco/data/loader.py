@@ -12,6 +12,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_diloco.data.corpus import Corpus
+from torchtitan_diloco.data.corpus_size import require_batch
 from torchtitan_diloco.data.order import permute
 from torchtitan_diloco.data.prepare import check_fits, ensure_prepared
 from torchtitan_diloco.errors import UserError
@@ -92,13 +93,14 @@ class CorpusDataLoader(BaseDataLoader):
         """Sequences of this island in an epoch."""
         self.batch_size = dp_world_size * local_batch_size
         """Sequences that all ranks of the island read together for one micro-batch."""
-        if self.per_epoch < self.batch_size:
-            raise UserError(
-                f"data.sources.path: {config.path} has {len(self.corpus)} sequences of {seq_len} tokens, "
-                f"{self.per_epoch} for each of {config.num_islands} islands: fewer than one batch of {self.batch_size} "
-                f"({dp_world_size} ranks x training.local_batch_size {local_batch_size}); "
-                "use more text, smaller batches or a smaller training.seq_len"
-            )
+        require_batch(
+            path=config.path,
+            sequences=len(self.corpus),
+            seq_len=seq_len,
+            num_islands=config.num_islands,
+            dp_ranks=dp_world_size,
+            local_batch_size=local_batch_size,
+        )
         self._config = config
         self._offset, self._local_batch_size = dp_rank * local_batch_size, local_batch_size
         self._position = 0

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
+from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from torchtitan_diloco.cli.lighthouse import require_torchft
+from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches, require_known_names
 from torchtitan_diloco.cli.local.command import INCARNATION, Launch, torchrun_command, trainer_environment
 from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_same_data
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
@@ -22,6 +24,7 @@ from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import to_toml
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
+from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.observe.reading import anchor_agreement
 from torchtitan_diloco.process import adopt_orphans
 
@@ -37,21 +40,26 @@ class Request:
     fresh: bool
 
 
-def prepare_data(config: RunConfig) -> DataIdentity:
-    """Prepare every source that is not there yet, once, before islands could race for it. Raises UserError.
+def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
+    """Prepare every source that is not there yet, those of single islands included, before islands could race for it.
 
-    Sources that [[islands]] have of their own are prepared as well.
+    ranks: island id -> processes. Raises UserError, also where the corpus does not fill a batch.
     """
     from torchtitan_diloco.data.manifest import load_manifest
     from torchtitan_diloco.data.prepare import ensure_prepared
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
-    views = [for_island(config, table.id) for table in config.islands] or [config]
-    sources = {source.path: (source, view) for view in views for source in view.data.sources}
-    for source, view in sources.values():
+    views = {number: for_island(config, number) for number in ranks}
+    for source, view in {
+        source.path: (source, v) for v in views.values() for source in v.data.sources
+    }.values():
         ensure_prepared(source.path, source.prepare_from, view.model.hf_assets_path, view.training.seq_len)
-    manifests = [load_manifest(path).digest for path in sources]
-    return DataIdentity(manifests=manifests, tokenizer=tokenizer)
+    manifests: dict[str, Any] = {}
+    for number, view in views.items():
+        for source in view.data.sources:
+            manifest = manifests.setdefault(source.path, load_manifest(source.path))
+            require_full_batches(view, [ranks[number]], manifest.counts.sequences, source.path)
+    return DataIdentity(manifests=[manifest.digest for manifest in manifests.values()], tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +67,19 @@ class Edges:
     """Where the launcher meets what it does not own; tests put other things there."""
 
     command: Callable[[Launch], list[str]] = torchrun_command
-    prepare: Callable[[RunConfig], DataIdentity] = prepare_data
+    prepare: Callable[[RunConfig, dict[int, int]], DataIdentity] = prepare_data
     console: Console = field(default_factory=make_console)
 
 
 def launch(request: Request, edges: Edges) -> int:
     """Run all islands to their end and return the exit code.
 
-    Raises UserError for what the user can put right before anything was started; nothing is left behind then.
+    Raises UserError for what the user can put right: before anything was started, and nothing is left behind then; or
+    with the reason that an island gave for its end.
     """
     config = request.config
+    require_known_names(config)
+    require_free_port(config)
     needs_lighthouse = config.semi_sync.method != "none"
     if needs_lighthouse and config.lighthouse.address:
         require_reachable(config.lighthouse.address)
@@ -77,7 +88,7 @@ def launch(request: Request, edges: Edges) -> int:
     folder = RunFolder(Path(config.job.dump_folder) / config.job.name)
     try:
         decision = decide(folder, config, fresh=request.fresh)
-        data = edges.prepare(config)
+        data = edges.prepare(config, request.ranks)
         if decision.plan is Plan.CONTINUE and decision.earlier is not None:
             require_same_data(decision.earlier, data)
     except BaseException:
@@ -179,16 +190,15 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
     # A reader that has gone away (`run | head`) changes nothing about how the run ended.
     with contextlib.suppress(OSError):
         print_closing(console, islands, agreement, folder)
+    for island in islands:
+        if island.phase is Phase.FATAL and island.reason:
+            # An island that knows its end gives the reason, and the reason is the user's to put right.
+            raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
     phases = {island.phase for island in supervisor.islands}
-    if Phase.FATAL in phases:
-        # An island that knows its end gives the reason, and the reason is the user's to put right.
-        return (
-            EXIT_USAGE if any(i.reason for i in supervisor.islands if i.phase is Phase.FATAL) else EXIT_FAILED
-        )
-    if Phase.FAILED in phases or supervisor.killed or not equal:
+    if phases & {Phase.FATAL, Phase.FAILED} or supervisor.killed or not equal:
         return EXIT_FAILED
     return EXIT_DONE if phases == {Phase.DONE} else EXIT_RESUMABLE
