@@ -56,4 +56,8 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
         found.append(f'semi_sync.method = "none": the {c.semi_sync.num_islands} islands train on their own')
     if not c.checkpoint.enable:
         found.append("checkpoint.enable = false: a stopped run cannot be continued")
+    elif c.checkpoint.last_save_model_only:
+        found.append(
+            "checkpoint.last_save_model_only = true: a finished run cannot be continued from its last checkpoint"
+        )
     return found

@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import tomli
 import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.helpers.config_values import changed
+from tests.helpers.config_values import changed, toml_values
 from torchtitan_diloco.cli.run import island_ranks, require_ranks
 from torchtitan_diloco.cli.validate import main as validate
 from torchtitan_diloco.config.agreement import agreement
 from torchtitan_diloco.config.fields import get, keys, put
 from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import ConfigError, Resolved, load_config, to_toml
+from torchtitan_diloco.config.retired import MOVED
 from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
 from torchtitan_diloco.config.shared import why_shared
 from torchtitan_diloco.errors import UserError
@@ -276,3 +279,31 @@ def test_islands_on_the_command_line(tmp_path: Path) -> None:
     assert c.training.gc_freq == 7
     (found,) = problems(tmp_path, "", "--islands", '[{"id": 0, "training": {"gc_frec": 7}}]')
     assert found.startswith("command line: islands[0].training.gc_frec: unknown key")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_change_to_the_tables_is_taken_or_named(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    document = tomli.loads(TWO)
+    table = data.draw(st.sampled_from(document["islands"]), "table")
+    node, path = table, []
+    while data.draw(st.booleans(), "deeper") and any(isinstance(v, dict) for v in node.values()):
+        path.append(
+            data.draw(st.sampled_from([k for k, v in node.items() if isinstance(v, dict)]), "section")
+        )
+        node = node[path[-1]]
+    names = [*node, "ids", "training", "compile", "islands", "semi_sync", "fault_tolerance", "sources"]
+    name, value = data.draw(st.sampled_from(names), "name"), data.draw(toml_values, "value")
+    node[name] = value
+    found = attempt(tmp_path_factory.getbasetemp(), tomli_w.dumps(document), "--island.id", "0")
+    if isinstance(found, list):
+        assert found and all("\n" not in p for p in found)
+        return
+    own = next(t for t in found.config.islands if t.id == table["id"])
+    key = ".".join([*path, name])
+    if key in ("name", "site", "nodes", "ranks", "id"):
+        assert getattr(own, key) == value or value == "none"
+    elif not isinstance(value, dict | list):
+        assert own.settings[MOVED[key].new if key in MOVED else key] == value or value == "none"

@@ -116,7 +116,7 @@ def misspelt(name: str, at: int, letter: str) -> str:
     return name[:at] + letter + name[at + 1 :]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_key_or_type_is_named_and_never_becomes_a_silent_default(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
