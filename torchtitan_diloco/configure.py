@@ -19,8 +19,8 @@ def trainer_config(resolved: Resolved) -> Any:
     cpu.install()
     from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
     from torchtitan_diloco.config.agreement import agreement
+    from torchtitan_diloco.config.model import run_model
     from torchtitan_diloco.config.tokenizer import tokenizer_folder
-    from torchtitan_diloco.config.translate import model_spec
     from torchtitan_diloco.config.translate import trainer_config as translate
     from torchtitan_diloco.data.loader import CorpusDataLoader
     from torchtitan_diloco.island.metrics import IslandMetrics
@@ -28,7 +28,7 @@ def trainer_config(resolved: Resolved) -> Any:
 
     config = resolved.config
     shared = agreement(config)
-    spec = model_spec(config.model, config.parallelism.expert_parallel_comm_backend)
+    spec = run_model(config)
     replaced: dict[str, Any] = {"model_spec": spec}
     sources = config.data.sources
     if len(sources) > 1:
@@ -50,7 +50,7 @@ def trainer_config(resolved: Resolved) -> Any:
             num_islands=config.semi_sync.num_islands,
             model_vocab_size=spec.model.vocab_size,
         )
-    written = {key for key, origin in resolved.origins.items() if origin != "default"}
+    written = {key for key, origin in resolved.origins.items() if not origin.startswith(("default", "base "))}
     ours = {f.name for f in fields(DiLoCoTrainer.Config)}
     sections = {
         name: getattr(config, name)

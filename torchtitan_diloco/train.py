@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     resolved = None
     try:
         path, overrides = take_config_file(list(sys.argv[1:] if argv is None else argv))
-        resolved = load_config(path, overrides)
+        resolved = load_config(path, overrides).one_island()
         from torchtitan_diloco.configure import trainer_config
 
         train(trainer_config(resolved))

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from torchtitan_diloco.config.fields import Kind, get, keys, kinds, put
-from torchtitan_diloco.config.schema import DataSource, RunConfig
+from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
@@ -31,11 +31,17 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
     return st.none() | found if kind.optional else found
 
 
+NAMES = {"job.base", "model.name", "model.flavor"}
+"""Keys whose value must be something that TorchTitan has."""
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> RunConfig:
     """A configuration with any number of keys set to anything their type allows."""
     config = RunConfig()
-    for key in draw(st.lists(st.sampled_from(sorted(keys())), unique=True, max_size=12)):
+    for key in draw(
+        st.lists(st.sampled_from(sorted(set(keys()) - NAMES - {"islands"})), unique=True, max_size=12)
+    ):
         put(config, key, draw(values(keys()[key])))
     return config
 
@@ -53,6 +59,10 @@ def changed(key: str) -> Any:
     kind, default = keys()[key], get(RunConfig(), key)
     if kind.base == "list":
         assert kind.item is not None
+        if key == "islands":
+            return [IslandTable(id=0, name="n", site="s", nodes=2, ranks=4, settings={"training.gc_freq": 9})]
+        if kind.item.base == "choice":
+            return [kind.item.choices[-1]]
         return {"table": [DataSource(path="p", weight=2.0, prepare_from="q")], "list": [["m"]]}.get(
             kind.item.base, ["m", "n"]
         )

@@ -9,7 +9,10 @@ import tyro
 
 from torchtitan_diloco.cli.local.launch import Edges, Request, launch
 from torchtitan_diloco.config.fields import keys
+from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import load_config
+from torchtitan_diloco.config.rules import WORLD, broken_relations
+from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import UserError
 
 
@@ -25,10 +28,11 @@ class RunOptions:
     """The run's TOML file."""
 
     islands: int | None = None
-    """Number of islands (default: semi_sync.num_islands of FILE)."""
+    """Number of islands (default: the [[islands]] of FILE, or its semi_sync.num_islands)."""
 
-    ranks: str = "1"
-    """Processes per island: one number for all, or a comma list with one per island."""
+    ranks: str | None = None
+    """Processes per island: one number for all, or a comma list with one per island (default: nodes x ranks of its
+    [[islands]] table, or 1)."""
 
     max_restarts: int = 3
     """How often an island that dies is started again without having made progress."""
@@ -71,6 +75,21 @@ def parse_ranks(ranks: str, islands: int) -> list[int]:
     return [int(word) for word in words] * (islands if len(words) == 1 else 1)
 
 
+def island_ranks(ranks: str | None, config: RunConfig) -> dict[int, int]:
+    """Island id -> processes: from `--ranks` if given, else from the [[islands]] tables, else 1. As `parse_ranks`."""
+    ids = sorted(table.id for table in config.islands) or list(range(config.semi_sync.num_islands))
+    if ranks is not None:
+        return dict(zip(ids, parse_ranks(ranks, len(ids)), strict=True))
+    return dict.fromkeys(ids, 1) | {table.id: table.nodes * (table.ranks or 1) for table in config.islands}
+
+
+def require_ranks(config: RunConfig, ranks: int) -> None:
+    """Raises UserError where the settings of an island do not fit its number of processes."""
+    broken = [f"{keys[0]}: {message}" for keys, message in broken_relations(config, ranks) if WORLD in keys]
+    if broken:
+        raise UserError("\n".join(f"island {config.island.id}: {line}" for line in broken))
+
+
 def main(argv: Sequence[str], edges: Edges | None = None) -> int:
     """The sub-command; returns the exit code. Raises UserError for wrong usage or configuration."""
     own, overrides = split_overrides(argv)
@@ -87,8 +106,10 @@ def main(argv: Sequence[str], edges: Edges | None = None) -> int:
     config = load_config(options.file, overrides).config
     request = Request(
         config=config,
-        ranks=parse_ranks(options.ranks, config.semi_sync.num_islands),
+        ranks=island_ranks(options.ranks, config),
         max_restarts=options.max_restarts,
         fresh=options.fresh,
     )
+    for island, ranks in request.ranks.items():
+        require_ranks(for_island(config, island), ranks)
     return launch(request, edges or Edges())

@@ -4,19 +4,8 @@ from typing import Any
 
 from torchtitan_diloco.config.fields import get, keys
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.shared import must_agree
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
-
-_SHARED = (
-    "model.name",
-    "model.flavor",
-    "model.vocab_size",
-    "training.seq_len",
-    "training.steps",
-    "training.dtype",
-    "data.seed",
-    "debug.seed",
-    "transport.kind",
-)
 
 
 def agreement(config: RunConfig) -> dict[str, Any]:
@@ -27,7 +16,6 @@ def agreement(config: RunConfig) -> dict[str, Any]:
     Raises:
         UserError: the tokenizer is missing.
     """
-    shared = [k for k in keys() if k in _SHARED or k.startswith("semi_sync.")]
-    values = {key: get(config, key) for key in shared}
+    values = {key: get(config, key) for key in keys() if must_agree(key)}
     values["model.tokenizer"] = tokenizer_digest(config.model.hf_assets_path)
     return dict(sorted(values.items()))

@@ -12,6 +12,9 @@ from typing import Literal
 class JobConfig:
     """[job]"""
 
+    base: str = ""
+    """TorchTitan config function to start from, for instance "llama3.llama3_8b": what the file does not write comes
+    from it; "" = none. Not a v0.2.2 key."""
     dump_folder: str = "./outputs"
     """Folder that holds the run folders; the run's own is `<dump_folder>/<name>`."""
     name: str = ""
@@ -37,6 +40,15 @@ class ModelConfig:
     2,048-entry BPE, which fits `debugmodel`; v0.2.2's default pointed into its own test assets."""
     vocab_size: int = 0
     """Rows of the embedding and of the output layer; 0 = the flavor's own. Not a v0.2.2 key."""
+    converters: list[
+        Literal[
+            "quantize.linear.float8",
+            "quantize.linear.mx",
+            "quantize.grouped_mm.float8",
+            "quantize.grouped_mm.mx",
+        ]
+    ] = field(default_factory=list)
+    """Low-precision formats, each set by the table of its name; they need torchao and a recent accelerator."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,8 +147,12 @@ class ParallelismConfig:
     """FSDP shards; -1 = all ranks that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """FSDP's resharding policy."""
+    enable_fsdp_symm_mem: bool = False
+    """FSDP collectives through symmetric memory; new in 0.3.0."""
     tensor_parallel_degree: int = 1
     """Tensor-parallel ranks."""
+    enable_sequence_parallel: bool = True
+    """Split the sequence between tensor-parallel ranks where they would hold it twice; new in 0.3.0."""
     enable_async_tensor_parallel: bool = False
     """Overlap TP collectives with matrix products; needs compile."""
     pipeline_parallel_degree: int = 1
@@ -159,10 +175,14 @@ class ParallelismConfig:
     """Context-parallel ranks."""
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
     """How the sequence is cut; "none" is what v0.2.2 wrote as None, which TOML cannot say."""
+    context_parallel_ptrr_mask_key: str | None = None
+    """Which of several attention masks "ptrr" balances by; new in 0.3.0."""
     expert_parallel_degree: int = 1
     """Expert-parallel ranks (mixture of experts)."""
     expert_parallel_comm_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"] = "standard"
     """Token dispatch between expert-parallel ranks; the last two are new in 0.3.0."""
+    spmd_backend: Literal["partial_dtensor", "full_dtensor", "spmd_types"] = "spmd_types"
+    """How TorchTitan expresses sharding; new in 0.3.0."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -253,5 +273,5 @@ class CommConfig:
     """Its folder."""
     save_traces_file_prefix: str = "rank_"
     """Prefix of its files."""
-    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
-    """Anything but "default" is for dry runs."""
+    mode: Literal["default", "fake_backend", "local_tensor", "torchcomms"] = "default"
+    """"fake_backend" and "local_tensor" are for dry runs; "torchcomms" is new in 0.3.0."""

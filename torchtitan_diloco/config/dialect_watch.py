@@ -37,8 +37,18 @@ class ProfilingConfig:
     """Steps recorded in each cycle."""
     profiler_warmup: int = 3
     """Warm-up steps before them."""
+    profiler_repeat: int | None = None
+    """Cycles recorded in all; absent = to the end. New in 0.3.0."""
+    profiler_skip_first: int | None = None
+    """Steps before the first cycle. New in 0.3.0."""
+    profiler_skip_first_wait: int | None = None
+    """Above 0: the first cycle begins with no idle steps. New in 0.3.0."""
     enable_memory_snapshot: bool = False
     """Record device memory."""
+    memory_snapshot_freq: int | None = None
+    """Inner steps between two snapshots; absent = profile_freq. New in 0.3.0."""
+    memory_snapshot_max_entries: int = 1_000_000
+    """Allocations that a snapshot can hold. New in 0.3.0."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of the snapshots."""
 
@@ -73,6 +83,12 @@ class DebugConfig:
     """Warn where there is none instead of failing."""
     moe_force_load_balance: bool = False
     """Spread tokens over experts evenly."""
+    detect_anomaly: bool = False
+    """torch's anomaly detection, which is slow; new in 0.3.0."""
+    spmd_typechecking: bool = False
+    """Check sharding types at run time; new in 0.3.0."""
+    enable_structured_logging: bool = True
+    """TorchTitan's own trace files; new in 0.3.0."""
     pace_step_seconds: float = 0.0
     """Stretch every inner step to this many seconds of wall time by sleeping; 0 = off. Not a v0.2.2 key."""
     dump_sends: bool = False

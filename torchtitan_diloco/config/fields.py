@@ -47,9 +47,9 @@ def kind_of(annotation: Any) -> Kind:
 
 @cache
 def kinds(table: type) -> dict[str, Kind]:
-    """Key -> kind of one table's dataclass, in order."""
+    """Key -> kind of one table's dataclass, in order; without what holds settings of any key (`IslandTable`)."""
     hints = get_type_hints(table)
-    return {f.name: kind_of(hints[f.name]) for f in fields(table)}
+    return {f.name: kind_of(hints[f.name]) for f in fields(table) if not f.metadata.get("free")}
 
 
 @cache
@@ -102,11 +102,25 @@ def put(config: RunConfig, path: str, value: Any) -> None:
 
 def items(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of a configuration, in schema order; list items of tables as "data.sources[0].path"."""
-    for path, kind in keys().items():
-        value = get(config, path)
-        if kind.item is not None and kind.item.table is not None:
-            for i, entry in enumerate(value):
-                for name in kinds(kind.item.table):
-                    yield f"{path}[{i}].{name}", getattr(entry, name)
-        else:
-            yield path, value
+    for path in keys():
+        yield from leaves(path, get(config, path))
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of one key; of an array of tables the keys of its entries, and those an island has set."""
+    if not is_array_of_tables(path):
+        yield path, value
+        return
+    for i, entry in enumerate(value):
+        table: type = type(entry)
+        for name in kinds(table):
+            yield f"{path}[{i}].{name}", getattr(entry, name)
+        for key, own in getattr(entry, "settings", {}).items():
+            for leaf, held in leaves(key, own):
+                yield f"{path}[{i}].{leaf}", held
+
+
+def is_array_of_tables(path: str) -> bool:
+    """Whether a dotted key is written [[so]]."""
+    item = keys()[path].item
+    return item is not None and item.table is not None

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,26 @@ import tomli
 
 from torchtitan_diloco.config.agreement import agreement
 from torchtitan_diloco.config.dump import to_toml
-from torchtitan_diloco.config.fields import items, keys, kinds, put, required
-from torchtitan_diloco.config.names import unknown_item_key, unknown_key, unknown_section
+from torchtitan_diloco.config.fault_tolerance import SECTION, read_fault_tolerance
+from torchtitan_diloco.config.fields import get, items, keys
+from torchtitan_diloco.config.islands import KEY, Island, read_islands
+from torchtitan_diloco.config.layers import Layer, combine, origin, place
 from torchtitan_diloco.config.notes import notes
 from torchtitan_diloco.config.overrides import parse_overrides, take_config_file
-from torchtitan_diloco.config.problems import COMMAND_LINE, DEFAULT, ConfigError, Problems
-from torchtitan_diloco.config.retired import HARMLESS, RETIRED
-from torchtitan_diloco.config.rules import broken_ranges, broken_relations
+from torchtitan_diloco.config.problems import COMMAND_LINE, ConfigError, Problems
+from torchtitan_diloco.config.reader import Reader
+from torchtitan_diloco.config.retired import RETIRED, SAME_AS
+from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
-from torchtitan_diloco.config.values import WrongValue, check_value, describe, parse_text
+from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
+from torchtitan_diloco.config.values import WrongValue, parse_text
+from torchtitan_diloco.errors import UserError
 
 __all__ = ["ConfigError", "Resolved", "agreement", "load_config", "take_config_file", "to_toml"]
+
+_ID, _COUNT = "island.id", "semi_sync.num_islands"
 
 
 @dataclass(slots=True)
@@ -31,16 +39,30 @@ class Resolved:
     """A configuration with where each value comes from."""
 
     config: RunConfig
+    """Of the island that the command line names; of the run as a whole where there are [[islands]] and it names none."""
     origins: dict[str, str]
-    """Dotted key -> "default", "FILE:LINE" or "command line"; for every key."""
+    """Dotted key -> "default", "base NAME", "FILE:LINE" or "command line"; for every key."""
     path: Path
     """The file as given."""
     notes: list[str]
     """What is worth knowing and not wrong."""
 
+    def one_island(self) -> "Resolved":
+        """This, if it is the configuration of one island. Raises UserError where [[islands]] leave open of which."""
+        if self.config.islands and self.origins[_ID] != COMMAND_LINE:
+            ids = ", ".join(str(table.id) for table in self.config.islands)
+            raise UserError(
+                f"{_ID}: {self.path} has [[islands]]; say which one this is: --{_ID} N (there are {ids})"
+            )
+        return self
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     """Load and check one file, with command-line settings on top.
+
+    Of a file with [[islands]], ``--island.id N`` among the overrides picks the settings of island N. Values come from the
+    command line, the island's table, the rest of the file, the function that job.base names, and the defaults, in this
+    order. All islands of the file are checked.
 
     Args:
         path: TOML file. Paths inside it are kept as written, to be resolved against the working directory.
@@ -52,13 +74,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     loader = _Loader(str(path))
     loader.read_file()
     loader.read_command_line(overrides)
+    loader.settle_islands()
+    loader.start_from_base()
     loader.check_rules()
     loader.problems.raise_if_any()
-    config = loader.config
-    if not config.job.name:
-        config.job.name = Path(path).stem
-    origins = {key: loader.origin(key) for key, _ in items(config)}
-    origins |= {key: loader.origin(key) for key in keys()}
+    layers = loader.layers(loader.picked)
+    config = loader.config(layers)
+    origins = {key: origin(key, layers, str(path)) for key in (*keys(), *(key for key, _ in items(config)))}
     return Resolved(config, origins, Path(path), loader.notes + notes(config, origins))
 
 
@@ -66,31 +88,22 @@ class _Loader:
     def __init__(self, file: str) -> None:
         self.file = file
         self.problems = Problems(file)
-        self.config = RunConfig()
+        self.base, self.written, self.command = Layer(), Layer(), Layer()
         self.read = False
-        self.lines: dict[KeyPath, int] = {}
-        self.otherwise: str | None = None
-        """Where a key without a line comes from."""
-        self.where: dict[str, int | str] = {}
-        """Key that was written somewhere -> line number or `COMMAND_LINE`."""
-        self.bad: set[str] = set()
-        """Keys already reported, about which rules have nothing to say."""
+        self.islands: list[Island] = []
+        self.picked: Island | None = None
+        """The island that the command line names."""
+        self.same_as: list[tuple[str, Any, int | str | None]] = []
         self.notes: list[str] = []
 
-    def origin(self, key: str) -> str:
-        where = self.where.get(key)
-        if where is None and "[" in key:
-            where = self.where.get(key.partition("[")[0])
-        if where is None:
-            return DEFAULT
-        return where if isinstance(where, str) else f"{self.file}:{where}"
+    def layers(self, island: Island | None) -> list[Layer]:
+        return [self.base, self.written, *([island.layer] if island else []), self.command]
 
-    def at(self, path: KeyPath) -> int | str | None:
-        return self.lines.get(path, self.otherwise)
-
-    def problem(self, key: str, where: int | str | None, message: str) -> None:
-        self.problems.add(where, key, message)
-        self.bad.add(key)
+    def config(self, layers: Sequence[Layer]) -> RunConfig:
+        config = combine(layers)
+        config.job.name = config.job.name or Path(self.file).stem
+        config.islands = [deepcopy(island.table) for island in self.islands]
+        return config
 
     # ---- the file
 
@@ -106,12 +119,18 @@ class _Loader:
             return
         try:
             document = tomli.loads(text)
-            self.lines = key_lines(text)
+            lines = key_lines(text)
         except (ValueError, RecursionError) as e:
             self.syntax_error(text, e)
             return
-        self.config = self.read_table(RunConfig, document, ())
         self.read = True
+        reader = Reader(self.problems, self.written, lines)
+        reader.read({name: value for name, value in document.items() if name not in (KEY, SECTION)})
+        if SECTION in document:
+            read_fault_tolerance(reader, document[SECTION])
+        self.same_as, self.notes = reader.same_as, reader.notes
+        if KEY in document:
+            self.add_islands(document[KEY], lines)
 
     def syntax_error(self, text: str, error: Exception) -> None:
         at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
@@ -120,121 +139,124 @@ class _Loader:
         what = str(error)[: at.start()] if at else str(error)
         self.problems.add(line, "", f"is not valid TOML: {what}{column}")
 
-    def read_table(self, table: type, written: dict[str, Any], path: KeyPath) -> Any:
-        """Instance of ``table`` with what could be used of ``written``; the rest is reported."""
-        values: dict[str, Any] = {}
-        for name, value in written.items():
-            here = (*path, name)
-            key, line = _dotted(here), self.at(here)
-            kind = kinds(table).get(name)
-            if key in RETIRED:
-                self.read_retired(key, value, line)
-            elif kind is None:
-                self.problem(key, line, self.unknown(table, here, value))
-            elif kind.base == "table":
-                assert kind.table is not None
-                if isinstance(value, dict):
-                    values[name] = self.read_table(kind.table, value, here)
-                else:
-                    self.problem(key, line, f"must be a table, written [{key}], got {describe(value)}")
-            else:
-                if line is not None:
-                    self.where[key] = line
-                if kind.item is not None and kind.item.table is not None:
-                    values[name] = self.read_tables(kind.item.table, value, here)
-                    continue
-                try:
-                    values[name] = check_value(kind, value)
-                except WrongValue as e:
-                    self.problem(key, line, str(e))
-        return table(**self.with_required(table, values, path))
-
-    def read_tables(self, table: type, value: Any, path: KeyPath) -> list[Any]:
-        key, line = _dotted(path), self.at(path)
-        if not isinstance(value, list):
-            self.problem(key, line, f"must be an array of tables, written [[{key}]], got {describe(value)}")
-            return []
-        entries = []
-        for i, entry in enumerate(value):
-            here = (*path, i)
-            if isinstance(entry, dict):
-                entries.append(self.read_table(table, entry, here))
-            else:
-                self.problem(
-                    _dotted(here), self.at(here), f"must be a table, written [[{key}]], got {describe(entry)}"
-                )
-        return entries
-
-    def with_required(self, table: type, values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-        for name in required(table):
-            key = _dotted((*path, name))
-            if name not in values:
-                values[name] = (
-                    ""  # of strings only; the configuration is refused, this keeps the others checkable
-                )
-                if key not in self.bad:
-                    self.problem(key, self.at(path), "is missing")
-        return values
-
-    def read_retired(self, key: str, value: Any, line: int | str | None) -> None:
-        same = [v for v in HARMLESS.get(key, ()) if type(v) is type(value) and v == value]
-        if same:
-            self.notes.append(
-                f"{key} at {self.file}:{line} has no effect: TorchTitan 0.3 has no such setting"
-            )
-        else:
-            self.problem(key, line, f"gone in TorchTitan 0.3: {RETIRED[key]}")
-
-    def unknown(self, table: type, here: KeyPath, value: Any) -> str:
-        key = _dotted(here)
-        if any(isinstance(part, int) for part in here):
-            return unknown_item_key(str(here[-1]), _dotted(here[:-1]), table)
-        is_table = isinstance(value, dict) or (
-            isinstance(value, list) and value and isinstance(value[0], dict)
-        )
-        return unknown_section(key) if is_table else unknown_key(key)
+    def add_islands(self, written: Any, lines: dict[KeyPath, int], otherwise: str | None = None) -> None:
+        self.islands = read_islands(self.problems, written, lines, otherwise)
+        layer = self.command if otherwise else self.written
+        for i, island in enumerate(self.islands):
+            layer.where |= {f"{KEY}[{i}].{key}": where for key, where in island.layer.where.items()}
+            if island.where is not None:
+                layer.where[f"{KEY}[{i}]"] = island.where
+            self.notes += island.notes
+        if self.islands and self.islands[0].where is not None:
+            layer.where[KEY] = self.islands[0].where
 
     # ---- the command line
 
     def read_command_line(self, argv: Sequence[str]) -> None:
-        self.lines, self.otherwise = {}, COMMAND_LINE
+        reader = Reader(self.problems, self.command, {}, otherwise=COMMAND_LINE)
         for override in parse_overrides(argv):
-            key = override.key
+            path = tuple(override.key.split("."))
             if override.mistake:
-                self.problem(key, COMMAND_LINE, override.mistake)
+                reader.problem(path, override.mistake)
                 continue
-            kind = keys()[key]
-            self.where[key] = COMMAND_LINE
             try:
-                value = parse_text(kind, override.text)
+                value = parse_text(keys()[override.key], override.text)
             except WrongValue as e:
-                self.problem(key, COMMAND_LINE, str(e))
+                self.command.where[override.key] = COMMAND_LINE
+                reader.problem(path, str(e))
                 continue
-            if kind.item is not None and kind.item.table is not None:
-                for path in [p for p in self.where if p.startswith(f"{key}[")]:
-                    del self.where[path]
-                value = self.read_tables(kind.item.table, value, tuple(key.split(".")))
-            put(self.config, key, value)
+            if override.key == KEY:
+                self.add_islands(value, {}, COMMAND_LINE)
+            else:
+                # What a parser of text returns has passed the check; None cannot pass it a second time.
+                reader.value(override.key, path, "none" if value is None else value)
+
+    # ---- islands and base
+
+    def settle_islands(self) -> None:
+        """Pick the island; give the run its number of islands; let the command line win over the tables."""
+        if not self.islands:
+            return
+        if _ID in self.written.values:
+            self.problems.add(
+                self.written.where.get(_ID),
+                _ID,
+                "with [[islands]] the command line says which island this is (--island.id N); remove it",
+            )
+        wanted = self.command.values.get(_ID)
+        self.picked = next((island for island in self.islands if island.table.id == wanted), None)
+        if wanted is not None and self.picked is None:
+            there = ", ".join(str(island.table.id) for island in self.islands)
+            self.problems.add(
+                COMMAND_LINE, _ID, f"no [[islands]] table has the id {wanted}; there are {there}"
+            )
+        count = len(self.islands)
+        for layer in (self.written, self.command):
+            if layer.values.get(_COUNT, count) != count:
+                message = f"({layer.values[_COUNT]}) is not the number of [[islands]] tables ({count}); leave it out"
+                self.problems.add(layer.where.get(_COUNT), _COUNT, message)
+        if _COUNT not in self.written.values and _COUNT not in self.command.values:
+            self.written.put(_COUNT, count, self.islands[0].where)
+        for key in self.command.values:
+            beaten = [island for island in self.islands if key in island.layer.values]
+            for island in beaten:
+                del island.layer.values[key]
+            if beaten:
+                ids = ", ".join(str(island.table.id) for island in beaten)
+                self.notes.append(f"{key}: the command line wins over the [[islands]] tables of island {ids}")
+        for island in self.islands:
+            island.table.settings = dict(island.layer.values)
+            island.layer.put(_ID, island.table.id, island.where)
+            if island.table.name:
+                island.layer.put("island.name", island.table.name, island.layer.where.get("name"))
+
+    def start_from_base(self) -> None:
+        """Fill the lowest layer, and refuse a base or a model that TorchTitan does not have."""
+        run = combine((self.written, self.command))
+        layers = (self.written, self.command)
+        if run.job.base:
+            wrong = unknown_base(run.job.base)
+            if wrong:
+                self.problems.add(place("job.base", layers), "job.base", wrong)
+            else:
+                for key, value in base_values(run.job.base).items():
+                    self.base.put(key, value, f"base {run.job.base}")
+        run = combine((self.base, *layers))
+        for key, message in unknown_model(run.model.name, run.model.flavor):
+            if not self.bad(layers).intersection(("model.name", "model.flavor")):
+                self.problems.add(place(key, layers), key, message)
 
     # ---- rules
 
     def check_rules(self) -> None:
-        for key, message in broken_ranges(self.config):
-            if key not in self.bad:
-                self.problem(key, self.place(key), message)
-        for involved, message in broken_relations(self.config) if self.read else ():
-            if not self.bad.intersection(involved):
-                place = next((p for p in map(self.place, involved) if p is not None), None)
-                self.problem(involved[0], place, message)
+        """Check every island as it will be; what holds for some of them only says for which."""
+        found: dict[tuple[str, int | str | None, str], list[int]] = {}
+        views: list[Island | None] = [*self.islands] or [None]
+        for island in views:
+            for problem in self.broken(island):
+                found.setdefault(problem, []).append(island.table.id if island else 0)
+        for (key, where, message), ids in found.items():
+            some = f" (island {', '.join(map(str, ids))})" if len(ids) < len(self.islands) else ""
+            self.problems.add(where, key, message + some)
 
-    def place(self, key: str) -> int | str | None:
-        where = self.where.get(key)
-        return self.where.get(key.partition("[")[0]) if where is None else where
+    def broken(self, island: Island | None) -> Iterator[tuple[str, int | str | None, str]]:
+        layers = self.layers(island)
+        config, bad = self.config(layers), self.bad(layers)
+        for key, message in broken_ranges(config):
+            if key not in bad:
+                yield key, place(key, layers[1:]), message
+        if not self.read:
+            return
+        for involved, message in broken_relations(config, island.world() if island else None):
+            if not bad.intersection(involved):
+                places = (
+                    island.where if key == WORLD and island else place(key, layers[1:]) for key in involved
+                )
+                yield involved[0], next((p for p in places if p is not None), None), message
+        for key, value, where in self.same_as:
+            used = get(config, SAME_AS[key])
+            if type(value) is not type(used) or value != used:
+                yield key, where, f"gone in TorchTitan 0.3: {RETIRED[key]} ({used})"
 
-
-def _dotted(path: KeyPath) -> str:
-    """``data.sources[0].path``"""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    def bad(self, layers: Sequence[Layer]) -> set[str]:
+        return {key for layer in layers for key in layer.bad}

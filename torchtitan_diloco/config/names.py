@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-from torchtitan_diloco.config.fields import keys, kinds, sections
+from torchtitan_diloco.config.fields import is_array_of_tables, keys, kinds, sections
+from torchtitan_diloco.config.retired import ALIASES, FAULT_TOLERANCE_MOVED, MOVED
 
 _CLOSE_ENOUGH = 0.7
 _SAME_SECTION = 0.15
@@ -29,6 +30,8 @@ def unknown_key(path: str) -> str:
     """What to say about a dotted key that does not exist ("unknown key; did you mean ...")."""
     section, _, leaf = path.rpartition(".")
     scored = []
+    for old, moved in (FAULT_TOLERANCE_MOVED | MOVED).items():
+        scored.append((_likeness(leaf, old.rpartition(".")[2]), moved.new))
     for name in keys():
         its_section, _, its_leaf = name.rpartition(".")
         if its_section == section:
@@ -38,7 +41,7 @@ def unknown_key(path: str) -> str:
         else:
             bonus = 0.0
         scored.append((_likeness(leaf, its_leaf) + bonus, name))
-    best = _best(scored)
+    best = list(dict.fromkeys(_best(scored)))
     if best:
         return f"unknown key; did you mean {' or '.join(best)}?"
     if section in sections():
@@ -54,18 +57,16 @@ def unknown_item_key(leaf: str, prefix: str, table: type) -> str:
     return f"unknown key; it has: {', '.join(kinds(table))}"
 
 
-def unknown_section(path: str) -> str:
-    """The same for a table."""
+def unknown_section(path: str) -> tuple[str, str]:
+    """The same for a table, and the dotted name of the section that was probably meant ("" where none is near)."""
     leaf = path.rpartition(".")[2]
     headers = {s: f"[{s}]" for s in sections()}
-    headers |= {
-        k: f"[[{k}]]" for k, kind in keys().items() if kind.item is not None and kind.item.table is not None
-    }
+    headers |= {key: f"[[{key}]]" for key in keys() if is_array_of_tables(key)}
     scored = [(max(_likeness(path, s), _likeness(leaf, s.rpartition(".")[2])), h) for s, h in headers.items()]
-    best = _best(scored)
+    best = [ALIASES[path]] if path in ALIASES else _best(scored)
     if best:
-        return f"unknown section; did you mean {' or '.join(best)}?"
-    return f"unknown section; there are: {', '.join(s for s in sections() if '.' not in s)}"
+        return f"unknown section; did you mean {' or '.join(best)}?", best[0].strip("[]")
+    return f"unknown section; there are: {', '.join(s for s in sections() if '.' not in s)}", ""
 
 
 def nearest_choice(value: str, choices: Iterable[str]) -> str | None:

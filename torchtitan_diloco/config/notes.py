@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 
+from torchtitan_diloco.config.fields import get
 from torchtitan_diloco.config.problems import DEFAULT
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.upstream import base_values
+
+_MODEL_OF_BASE = ("model.name", "model.flavor", "parallelism.expert_parallel_comm_backend")
 
 
 def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
@@ -21,10 +25,28 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
             f"lr_scheduler.warmup_steps ({c.lr_scheduler.warmup_steps}) leaves none of {total} steps: "
             f"TorchTitan shortens the warm-up to {total} and the learning rate never decays"
         )
-    if c.data.sources and any(origins[k] != DEFAULT for k in ("training.dataset", "training.dataset_path")):
+    written = [
+        k
+        for k in ("training.dataset", "training.dataset_path")
+        if not origins[k].startswith((DEFAULT, "base "))
+    ]
+    if c.data.sources and written:
         found.append(
             "training.dataset and training.dataset_path are not used, because [[data.sources]] is given"
         )
+    if not c.data.sources:
+        found.append(
+            f'training.dataset = "{c.training.dataset}" is read by TorchTitan\'s own loader, which keeps no ledger of what '
+            "was trained on; [[data.sources]] does"
+        )
+    if c.job.base:
+        base = base_values(c.job.base)
+        changed = [key for key in _MODEL_OF_BASE if get(c, key) != base[key]]
+        if changed or c.model.converters:
+            found.append(
+                f'job.base = "{c.job.base}" is of another model (see {", ".join(changed or ["model.converters"])}): its '
+                "attention, conversions and loss are not used, its other settings are"
+            )
     if c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
         found.append(
             f"semi_sync.sync_every ({c.semi_sync.sync_every}) is more than training.steps ({c.training.steps}): "
@@ -34,4 +56,8 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
         found.append(f'semi_sync.method = "none": the {c.semi_sync.num_islands} islands train on their own')
     if not c.checkpoint.enable:
         found.append("checkpoint.enable = false: a stopped run cannot be continued")
+    elif c.checkpoint.last_save_model_only:
+        found.append(
+            "checkpoint.last_save_model_only = true: a finished run cannot be continued from its last checkpoint"
+        )
     return found

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan_diloco.config.fields import keys, sections
 from torchtitan_diloco.config.names import unknown_key
-from torchtitan_diloco.config.retired import RETIRED
+from torchtitan_diloco.config.retired import FAULT_TOLERANCE_MOVED, FAULT_TOLERANCE_RETIRED, MOVED, RETIRED
 from torchtitan_diloco.errors import UserError
 
 
@@ -91,6 +91,13 @@ def _mistake(key: str) -> str:
         return ""
     if key == "job.config_file":
         return "the file is given already; remove this"
+    moved = (MOVED | FAULT_TOLERANCE_MOVED).get(key)
+    if moved:
+        return f"is {moved.new} now; write --{moved.new}"
+    if key in FAULT_TOLERANCE_RETIRED:
+        return f"cannot be honoured: {FAULT_TOLERANCE_RETIRED[key][1]}"
+    if key == "fault_tolerance.enable":
+        return "choose the method instead: --semi_sync.method"
     for retired in (key, key.split(".")[0]):
         if retired in RETIRED:
             return f"gone in TorchTitan 0.3: {RETIRED[retired]}"

@@ -1,7 +1,7 @@
-"""The TOML sections that TorchTitan does not have: data, island, lighthouse, transport, semi_sync."""
+"""The TOML sections that TorchTitan does not have: data, island(s), lighthouse, transport, semi_sync."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,6 +38,24 @@ class IslandConfig:
     """Address that peers dial; "" = the local address that routes to the Lighthouse."""
     port: int = 0
     """Port for peers; 0 = a free one."""
+
+
+@dataclass(kw_only=True, slots=True)
+class IslandTable:
+    """One [[islands]] table: an island, and the settings it has for itself"""
+
+    id: int
+    """Number of the island, from 0; each has its own."""
+    name: str = ""
+    """Name for display; "" = none."""
+    site: str = ""
+    """Where it runs; "" = not said."""
+    nodes: int = 1
+    """Machines."""
+    ranks: int | None = None
+    """Processes per machine; absent = not said."""
+    settings: dict[str, Any] = field(default_factory=dict, metadata={"free": True})
+    """Dotted key -> value in place of the run's. In TOML these are sub-tables, [islands.training] and so on."""
 
 
 @dataclass(kw_only=True, slots=True)

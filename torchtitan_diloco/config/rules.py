@@ -1,200 +1,187 @@
-"""Ranges of values and rules between settings, each naming the settings and numbers it is about."""
+"""Rules between settings. To add one, add a line to `RULES`."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_diloco.config.fields import get
+from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
 from torchtitan_diloco.config.schema import RunConfig
+
+__all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
+
+WORLD = "islands.ranks"
+"""Stands for the number of processes of the island, in the keys of a rule; None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """A test of one value and its wording: "must be ..."."""
+class Rule:
+    """A relation between the values of some keys."""
 
-    holds: Callable[[Any], bool]
-    wording: str
+    keys: tuple[str, ...]
+    """The key to blame first."""
+    holds: Callable[..., bool]
+    """Given the values of the keys, in order."""
+    broken: str
+    """What follows "<first key>: " where it does not hold; {0}, {1}, ... are the values."""
 
 
-def _least(bound: float, *also: int) -> Range:
-    words = "".join(f" or {a}" for a in also)
-    return Range(lambda v: v >= bound or v in also, f"at least {bound}{words}")
+def _rule(keys: str, holds: Callable[..., bool], broken: str) -> Rule:
+    return Rule(tuple(keys.split()), holds, broken)
 
 
-POSITIVE = Range(lambda v: v > 0, "greater than 0")
-AT_LEAST_0, AT_LEAST_1 = _least(0), _least(1)
-SHARE = Range(lambda v: 0 <= v <= 1, "from 0 to 1")
-BELOW_1 = Range(lambda v: 0 <= v < 1, "at least 0 and less than 1")
-NOT_EMPTY = Range(lambda v: bool(v.strip()), "a non-empty string")
-FOLDER_NAME = Range(
-    lambda v: "/" not in v and "\0" not in v and v not in (".", ".."), "a plain name, not a path"
+_P = "parallelism."
+_DEGREES = (
+    f"{_P}data_parallel_shard_degree {_P}data_parallel_replicate_degree {_P}context_parallel_degree "
+    f"{_P}tensor_parallel_degree {_P}pipeline_parallel_degree {WORLD}"
 )
-HTTP = Range(lambda v: not v or v.startswith(("http://", "https://")), "an address such as http://host:port")
-
-RANGES: dict[str, Range] = {
-    "job.dump_folder": NOT_EMPTY,
-    "job.name": FOLDER_NAME,
-    "model.name": NOT_EMPTY,
-    "model.flavor": NOT_EMPTY,
-    "model.hf_assets_path": NOT_EMPTY,
-    "model.vocab_size": AT_LEAST_0,
-    "training.local_batch_size": AT_LEAST_1,
-    "training.global_batch_size": _least(1, -1),
-    "training.seq_len": AT_LEAST_1,
-    "training.steps": AT_LEAST_1,
-    "training.max_norm": POSITIVE,
-    "training.gc_freq": AT_LEAST_1,
-    "training.dataloader.num_workers": AT_LEAST_0,
-    "training.dataloader.prefetch_factor": AT_LEAST_1,
-    "optimizer.lr": POSITIVE,
-    "optimizer.beta1": BELOW_1,
-    "optimizer.beta2": BELOW_1,
-    "optimizer.eps": AT_LEAST_0,
-    "optimizer.weight_decay": AT_LEAST_0,
-    "lr_scheduler.warmup_steps": AT_LEAST_0,
-    "lr_scheduler.total_steps": AT_LEAST_1,
-    "lr_scheduler.decay_ratio": SHARE,
-    "lr_scheduler.min_lr_factor": SHARE,
-    "parallelism.data_parallel_replicate_degree": AT_LEAST_1,
-    "parallelism.data_parallel_shard_degree": _least(1, -1),
-    "parallelism.tensor_parallel_degree": AT_LEAST_1,
-    "parallelism.pipeline_parallel_degree": AT_LEAST_1,
-    "parallelism.pipeline_parallel_first_stage_less_layers": AT_LEAST_0,
-    "parallelism.pipeline_parallel_last_stage_less_layers": AT_LEAST_0,
-    "parallelism.pipeline_parallel_layers_per_stage": AT_LEAST_1,
-    "parallelism.pipeline_parallel_microbatch_size": AT_LEAST_1,
-    "parallelism.context_parallel_degree": AT_LEAST_1,
-    "parallelism.expert_parallel_degree": AT_LEAST_1,
-    "checkpoint.folder": NOT_EMPTY,
-    "checkpoint.interval": AT_LEAST_1,
-    "checkpoint.keep_latest_k": _least(2, 0),
-    "checkpoint.load_step": _least(0, -1),
-    "activation_checkpoint.memory_budget": SHARE,
-    "comm.init_timeout_seconds": AT_LEAST_1,
-    "comm.train_timeout_seconds": AT_LEAST_1,
-    "comm.trace_buf_size": AT_LEAST_0,
-    "metrics.log_freq": AT_LEAST_1,
-    "metrics.save_tb_folder": NOT_EMPTY,
-    "profiling.profile_freq": AT_LEAST_1,
-    "profiling.profiler_active": AT_LEAST_1,
-    "profiling.profiler_warmup": AT_LEAST_0,
-    "validation.freq": AT_LEAST_1,
-    "validation.steps": _least(1, -1),
-    "validation.dataloader.num_workers": AT_LEAST_0,
-    "validation.dataloader.prefetch_factor": AT_LEAST_1,
-    "debug.seed": AT_LEAST_0,
-    "debug.pace_step_seconds": AT_LEAST_0,
-    "data.seed": AT_LEAST_0,
-    "island.id": AT_LEAST_0,
-    "island.port": Range(lambda v: 0 <= v <= 65535, "from 0 to 65535"),
-    "lighthouse.address": HTTP,
-    "lighthouse.heartbeat_interval_s": POSITIVE,
-    "lighthouse.heartbeat_timeout_s": POSITIVE,
-    "lighthouse.join_timeout_s": POSITIVE,
-    "lighthouse.quorum_interval_s": POSITIVE,
-    "lighthouse.patience_s": POSITIVE,
-    "transport.kind": NOT_EMPTY,
-    "transport.exchange_timeout_s": POSITIVE,
-    "semi_sync.method": NOT_EMPTY,
-    "semi_sync.sync_every": AT_LEAST_1,
-    "semi_sync.num_islands": AT_LEAST_1,
-    "semi_sync.outer.name": NOT_EMPTY,
-    "semi_sync.outer.lr": POSITIVE,
-    "semi_sync.outer.momentum": BELOW_1,
-    "semi_sync.merge.method": NOT_EMPTY,
-}
-SOURCE_RANGES: dict[str, Range] = {"path": NOT_EMPTY, "weight": POSITIVE}
-"""The same for the keys of [[data.sources]]."""
 
 
-def broken_ranges(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) for each value outside its range; absent optional values have none."""
-    for key, allowed in RANGES.items():
-        yield from _range(key, get(config, key), allowed)
-    for i, source in enumerate(config.data.sources):
-        for name, allowed in SOURCE_RANGES.items():
-            yield from _range(f"data.sources[{i}].{name}", getattr(source, name), allowed)
+def _shards(
+    shard: int, replicate: int, context: int, tensor: int, pipeline: int, world: int | None
+) -> int | None:
+    """FSDP shards, with -1 resolved; None where that takes the number of ranks, or where the degrees do not fit it."""
+    if shard > 0:
+        return shard
+    others = replicate * context * tensor * pipeline
+    return None if world is None or world % others else world // others
 
 
-def _range(key: str, value: Any, allowed: Range) -> Iterator[tuple[str, str]]:
-    if value is not None and not allowed.holds(value):
-        yield key, f"must be {allowed.wording}, got {json.dumps(value, ensure_ascii=False)}"
+def _fills(shard: int, replicate: int, context: int, tensor: int, pipeline: int, world: int | None) -> bool:
+    shards = _shards(shard, replicate, context, tensor, pipeline, world)
+    return world is None or (shards is not None and shards * replicate * context * tensor * pipeline == world)
 
 
-def broken_relations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(keys, message) for each rule between settings that does not hold; the message says what to change."""
-    c = config
-    steps, total = c.training.steps, c.lr_scheduler.total_steps
-    if total is not None and total < steps:
-        yield (
-            ("lr_scheduler.total_steps", "training.steps"),
-            f"({total}) is less than training.steps ({steps}): the learning rate would fall below its end value after "
-            f"step {total}; raise it or lower training.steps",
-        )
-    pp, micro = c.parallelism.pipeline_parallel_degree, c.parallelism.pipeline_parallel_microbatch_size
-    if pp > 1 and micro > 0 and c.training.local_batch_size % micro:
-        yield (
-            (
-                "training.local_batch_size",
-                "parallelism.pipeline_parallel_microbatch_size",
-                "parallelism.pipeline_parallel_degree",
-            ),
-            f"({c.training.local_batch_size}) must be a multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size ({micro})",
-        )
-    if pp > 1 and not c.training.disable_cuda_graphs:
-        yield (
-            ("training.disable_cuda_graphs", "parallelism.pipeline_parallel_degree"),
-            f"must be true with parallelism.pipeline_parallel_degree = {pp}: CUDA graphs cannot hold pipelines",
-        )
-    model_compiled = c.compile.enable and "model" in c.compile.components
-    if c.activation_checkpoint.mode == "memory_budget" and not model_compiled:
-        yield (
-            ("activation_checkpoint.mode", "compile.enable", "compile.components"),
-            '= "memory_budget" needs compile.enable = true and "model" in compile.components',
-        )
-    if c.parallelism.enable_async_tensor_parallel and not model_compiled:
-        yield (
-            ("parallelism.enable_async_tensor_parallel", "compile.enable", "compile.components"),
-            'needs compile.enable = true and "model" in compile.components',
-        )
-    yield from _checkpoint_relations(config)
-    p = c.profiling
-    if p.enable_profiling and p.profile_freq < p.profiler_active + p.profiler_warmup:
-        yield (
-            ("profiling.profile_freq", "profiling.profiler_active", "profiling.profiler_warmup"),
-            f"({p.profile_freq}) must be at least profiling.profiler_active ({p.profiler_active}) + "
-            f"profiling.profiler_warmup ({p.profiler_warmup})",
-        )
-    beat, silence = c.lighthouse.heartbeat_interval_s, c.lighthouse.heartbeat_timeout_s
-    if beat >= silence:
-        yield (
-            ("lighthouse.heartbeat_interval_s", "lighthouse.heartbeat_timeout_s"),
-            f"({beat} s) must be less than lighthouse.heartbeat_timeout_s ({silence} s)",
-        )
+def _batch_fits(batch: int, local: int, *degrees: int) -> bool:
+    return batch < 0 or batch % (local * degrees[1] * (_shards(*degrees) or 1)) == 0
 
 
-def _checkpoint_relations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    c = config.checkpoint
-    if c.last_save_in_hf and not c.last_save_model_only:
-        yield (
-            ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"),
-            "needs checkpoint.last_save_model_only = true",
-        )
-    if c.initial_load_in_hf and not c.initial_load_model_only:
-        yield (
-            ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only"),
-            "needs checkpoint.initial_load_model_only = true",
-        )
-    if c.initial_load_in_hf_quantized and not (c.initial_load_in_hf and c.initial_load_path):
-        yield (
-            (
-                "checkpoint.initial_load_in_hf_quantized",
-                "checkpoint.initial_load_in_hf",
-                "checkpoint.initial_load_path",
-            ),
-            "needs checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path",
-        )
-    if "model" in c.exclude_from_loading:
-        yield (("checkpoint.exclude_from_loading",), 'must not hold "model"')
+def _experts_fit(expert: int, *degrees: int) -> bool:
+    shards = _shards(*degrees)
+    return shards is None or shards * degrees[2] * degrees[3] % expert == 0
+
+
+def _compiled(enable: bool, components: list[str]) -> bool:
+    return enable and "model" in components
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "lr_scheduler.total_steps training.steps",
+        lambda total, steps: total is None or total >= steps,
+        "({0}) is less than training.steps ({1}): the learning rate would fall below its end value after step {0}; "
+        "raise it or lower training.steps",
+    ),
+    _rule(
+        _DEGREES,
+        _fills,
+        "({0}) x replicate ({1}) x context ({2}) x tensor ({3}) x pipeline ({4}) is not the island's {5} ranks; "
+        "-1 takes what the others leave",
+    ),
+    _rule(
+        f"training.global_batch_size training.local_batch_size {_DEGREES}",
+        _batch_fits,
+        "({0}) must be a multiple of training.local_batch_size ({1}) x the data-parallel degrees",
+    ),
+    _rule(
+        f"{_P}expert_parallel_degree {_DEGREES}",
+        _experts_fit,
+        "({0}) must divide shards ({1}) x context ({3}) x tensor ({4}) ranks",
+    ),
+    _rule(
+        f"training.seq_len {_P}tensor_parallel_degree {_P}enable_sequence_parallel {_P}context_parallel_degree",
+        lambda length, tensor, split, context: (
+            length % ((tensor if split else 1) * (2 * context if context > 1 else 1)) == 0
+        ),
+        "({0}) must be a multiple of parallelism.tensor_parallel_degree ({1}) x 2 x "
+        "parallelism.context_parallel_degree ({3}) where those are used",
+    ),
+    _rule(
+        f"training.local_batch_size {_P}pipeline_parallel_microbatch_size {_P}pipeline_parallel_degree",
+        lambda batch, micro, pipeline: pipeline == 1 or batch % micro == 0,
+        "({0}) must be a multiple of parallelism.pipeline_parallel_microbatch_size ({1})",
+    ),
+    _rule(
+        f"training.disable_cuda_graphs {_P}pipeline_parallel_degree",
+        lambda off, pipeline: pipeline == 1 or off,
+        "must be true with parallelism.pipeline_parallel_degree = {1}: CUDA graphs cannot hold pipelines",
+    ),
+    _rule(
+        "activation_checkpoint.mode compile.enable compile.components",
+        lambda mode, *compiled: mode != "memory_budget" or _compiled(*compiled),
+        '= "memory_budget" needs compile.enable = true and "model" in compile.components',
+    ),
+    _rule(
+        f"{_P}enable_async_tensor_parallel compile.enable compile.components",
+        lambda wanted, *compiled: not wanted or _compiled(*compiled),
+        'needs compile.enable = true and "model" in compile.components',
+    ),
+    _rule(
+        "quantize.linear.float8.filter_fqns",
+        lambda names: "output" not in names,
+        'holds "output", which TorchTitan 0.3 calls "lm_head"',
+    ),
+    _rule(
+        "quantize.linear.float8.emulate model.converters compile.enable compile.components",
+        lambda emulate, used, *compiled: (
+            not emulate or "quantize.linear.float8" not in used or not _compiled(*compiled)
+        ),
+        'does not go with compile.enable and "model" in compile.components',
+    ),
+    _rule(
+        "training.dataloader.persistent_workers training.dataloader.num_workers",
+        lambda wanted, workers: not wanted or workers > 0,
+        "needs training.dataloader.num_workers above 0",
+    ),
+    _rule(
+        "training.dataloader.prefetch_factor training.dataloader.num_workers",
+        lambda ahead, workers: ahead is None or workers > 0,
+        "({0}) needs training.dataloader.num_workers above 0",
+    ),
+    _rule(
+        "checkpoint.last_save_in_hf checkpoint.last_save_model_only",
+        lambda hf, model_only: not hf or model_only,
+        "needs checkpoint.last_save_model_only = true",
+    ),
+    _rule(
+        "checkpoint.initial_load_in_hf checkpoint.initial_load_model_only",
+        lambda hf, model_only: not hf or model_only,
+        "needs checkpoint.initial_load_model_only = true",
+    ),
+    _rule(
+        "checkpoint.initial_load_in_hf_quantized checkpoint.initial_load_in_hf checkpoint.initial_load_path",
+        lambda quantized, hf, path: not quantized or bool(hf and path),
+        "needs checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path",
+    ),
+    _rule(
+        "checkpoint.exclude_from_loading",
+        lambda states: "model" not in states,
+        'must not hold "model"',
+    ),
+    _rule(
+        "profiling.profile_freq profiling.profiler_active profiling.profiler_warmup profiling.enable_profiling",
+        lambda freq, active, warmup, used: not used or freq >= active + warmup,
+        "({0}) must be at least profiling.profiler_active ({1}) + profiling.profiler_warmup ({2})",
+    ),
+    _rule(
+        "lighthouse.heartbeat_interval_s lighthouse.heartbeat_timeout_s",
+        lambda beat, silence: beat < silence,
+        "({0} s) must be less than lighthouse.heartbeat_timeout_s ({1} s)",
+    ),
+)
+
+
+def broken_relations(config: RunConfig, world: int | None = None) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(keys, message) for each rule that does not hold; the message says what to change.
+
+    Rules about a value outside its own range are left out: they may not even be computable.
+
+    Args:
+        world: Processes of the island, for the rules on parallel degrees; None = not known.
+    """
+    outside = {key for key, _ in broken_ranges(config)}
+    for rule in RULES:
+        if outside.intersection(rule.keys):
+            continue
+        values = [world if key == WORLD else get(config, key) for key in rule.keys]
+        if not rule.holds(*values):
+            yield rule.keys, rule.broken.format(*values)

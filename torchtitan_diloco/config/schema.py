@@ -15,6 +15,7 @@ from torchtitan_diloco.config.dialect import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan_diloco.config.dialect_quantize import QuantizeConfig
 from torchtitan_diloco.config.dialect_watch import (
     DebugConfig,
     MetricsConfig,
@@ -25,6 +26,7 @@ from torchtitan_diloco.config.own import (
     DataConfig,
     DataSource,
     IslandConfig,
+    IslandTable,
     LighthouseConfig,
     MergeConfig,
     OuterConfig,
@@ -44,6 +46,7 @@ __all__ = [
     "DataSource",
     "DebugConfig",
     "IslandConfig",
+    "IslandTable",
     "JobConfig",
     "LRSchedulerConfig",
     "LighthouseConfig",
@@ -55,6 +58,7 @@ __all__ = [
     "OuterConfig",
     "ParallelismConfig",
     "ProfilingConfig",
+    "QuantizeConfig",
     "RunConfig",
     "SemiSyncConfig",
     "TrainingConfig",
@@ -76,6 +80,7 @@ class RunConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
@@ -86,3 +91,4 @@ class RunConfig:
     lighthouse: LighthouseConfig = field(default_factory=LighthouseConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
+    islands: list[IslandTable] = field(default_factory=list)

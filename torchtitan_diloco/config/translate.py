@@ -3,20 +3,19 @@
 TorchTitan is imported inside the functions: it costs seconds, and on a CPU the caller installs its device first.
 """
 
-import importlib
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.config.schema import CheckpointConfig, LoaderConfig, ModelConfig, RunConfig
+from torchtitan_diloco.config.fields import get
+from torchtitan_diloco.config.model import is_model_of_base, model_spec, run_model
+from torchtitan_diloco.config.refusal import refused_by_torchtitan
+from torchtitan_diloco.config.schema import CheckpointConfig, RunConfig, TrainingConfig, ValidationConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_folder
+from torchtitan_diloco.config.upstream_table import base_config, optimizer_values
 from torchtitan_diloco.errors import UserError
 
-_ATTENTION_SUFFIXES = {"_flex_attn": "flex", "_flex": "flex", "_varlen_attn": "varlen", "_varlen": "varlen"}
-"""v0.2 named the attention in the flavor; 0.3.0 passes it to the registry."""
+__all__ = ["island_folder", "model_spec", "run_folder", "trainer_config"]
 
 
 def trainer_config(
@@ -60,16 +59,19 @@ def trainer_config(
 
     c = config
     given = dict(replace)
+    base = base_config(c.job.base) if c.job.base else None
     if "model_spec" not in given:
-        given["model_spec"] = model_spec(c.model, c.parallelism.expert_parallel_comm_backend)
+        given["model_spec"] = run_model(config)
     if "hf_assets_path" not in given:
         given["hf_assets_path"] = str(tokenizer_folder(c.model.hf_assets_path))
 
     def fill(name: str, component: type, section: Any, **other: Any) -> None:
         if name not in given:
-            with _refused_by_torchtitan(name):
-                given[name] = _copy(_config_class(component), section, **other)
+            with refused_by_torchtitan(name):
+                given[name] = _copy(_config_class(component), section, getattr(base, name, None), **other)
 
+    for name in ("tokenizer", "override") if base else ():
+        given.setdefault(name, getattr(base, name))
     given.setdefault("dump_folder", str(island_folder(config)))
     fill("training", TrainingConfig, c.training)
     fill(
@@ -101,20 +103,28 @@ def trainer_config(
         print_config=c.job.print_config,
         save_config_file=c.job.save_config_file,
     )
-    fill("optimizer", optimizer_cls or OptimizersContainer, c.optimizer, param_groups=_param_groups(config))
+    fill(
+        "optimizer",
+        optimizer_cls or OptimizersContainer,
+        c.optimizer,
+        param_groups=_param_groups(config, base),
+    )
     fill("lr_scheduler", lr_scheduler_cls or LRSchedulersContainer, c.lr_scheduler)
     t, v = c.training, c.validation
     if "dataloader" not in given:
-        given["dataloader"] = _loader(t.dataset, t.dataset_path, t.dataloader, infinite=True)
-    validation_loader = _loader(v.dataset, v.dataset_path, v.dataloader, infinite=False)
+        given["dataloader"] = _loader(t, base.dataloader if base else None, infinite=True)
+    validation_loader = _loader(v, base.validator.dataloader if base else None, infinite=False)
     fill("validator", validator_cls or Validator, v, dataloader=validation_loader)
     if "activation_checkpoint" not in given:
-        given["activation_checkpoint"] = _activation_checkpoint(config)
+        given["activation_checkpoint"] = _activation_checkpoint(config, base)
     if "loss" not in given:
         vocabulary = given["model_spec"].model.vocab_size
-        inner = _config_class(loss_cls or CrossEntropyLoss)(global_vocab_size=vocabulary)
-        given["loss"] = ChunkedLossWrapper.Config(loss_fn=inner)
-    with _refused_by_torchtitan():
+        if base is not None and loss_cls is None and is_model_of_base(config, base):
+            given["loss"] = _with_vocabulary(base.loss, vocabulary)
+        else:
+            inner = _config_class(loss_cls or CrossEntropyLoss)(global_vocab_size=vocabulary)
+            given["loss"] = ChunkedLossWrapper.Config(loss_fn=inner)
+    with refused_by_torchtitan():
         return cls(**given)
 
 
@@ -128,98 +138,58 @@ def island_folder(config: RunConfig) -> Path:
     return run_folder(config) / f"island-{config.island.id}"
 
 
-def model_spec(model: ModelConfig, moe_comm_backend: str = "standard") -> Any:
-    """A fresh TorchTitan ``ModelSpec`` (trainers mutate theirs).
-
-    Raises:
-        UserError: unknown model or flavor, naming what there is.
-    """
-    from torchtitan.models import _supported_models
-    from torchtitan.models.common.decoder import Decoder
-
-    if model.name not in _supported_models:
-        raise UserError(
-            f'model.name: TorchTitan has no model "{model.name}"; there are {", ".join(sorted(_supported_models))}'
-        )
-    try:
-        module = importlib.import_module(f"torchtitan.models.{model.name}")
-    except ModuleNotFoundError as e:
-        raise UserError(
-            f'model.name: TorchTitan\'s "{model.name}" needs the package "{e.name}"; install it'
-        ) from e
-    registry = module.model_registry
-    flavors = _flavors(module)
-    flavor, options = model.flavor, {}
-    suffix = next((s for s in _ATTENTION_SUFFIXES if flavor.endswith(s)), None)
-    if flavor not in flavors and suffix:
-        flavor, options = flavor.removesuffix(suffix), {"attn_backend": _ATTENTION_SUFFIXES[suffix]}
-    if flavor not in flavors:
-        raise UserError(
-            f'model.flavor: model "{model.name}" has no flavor "{model.flavor}"; there are {", ".join(flavors)}'
-        )
-    if moe_comm_backend != "standard":
-        if "moe_comm_backend" not in inspect.signature(registry).parameters:
-            raise UserError(
-                f'parallelism.expert_parallel_comm_backend = "{moe_comm_backend}": model "{model.name}" '
-                'has no experts; set it to "standard"'
-            )
-        options["moe_comm_backend"] = moe_comm_backend
-    with _refused_by_torchtitan("model"):
-        spec = registry(flavor, **options)
-    if not isinstance(spec.model, Decoder.Config):
-        raise UserError(f'model.name: "{model.name}" is not a decoder language model')
-    if model.vocab_size:
-        _set_vocabulary(spec, model.vocab_size)
-    return spec
-
-
-def _flavors(module: Any) -> list[str]:
-    tables = [
-        v
-        for k, v in vars(module).items()
-        if k.endswith("_configs") and isinstance(v, dict) and all(map(callable, v.values()))
-    ]
-    return [flavor for table in tables for flavor in table]
-
-
-def _set_vocabulary(spec: Any, size: int) -> None:
-    if not hasattr(spec.model.tok_embeddings, "num_embeddings") or not hasattr(
-        spec.model.lm_head, "out_features"
-    ):
-        raise UserError(
-            f'model.vocab_size: the vocabulary of model "{spec.name}" cannot be changed; set it to 0'
-        )
-    spec.model.vocab_size = size
-    spec.model.tok_embeddings.num_embeddings = size
-    spec.model.lm_head.out_features = size
-
-
-def _param_groups(config: RunConfig) -> list[Any]:
+def _param_groups(config: RunConfig, base: Any) -> list[Any]:
     from torchtitan.components.optimizer import ParamGroupConfig
 
     o = config.optimizer
     kwargs = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
+    if base is not None:
+        groups: list[Any] = base.optimizer.param_groups
+        if all(get(config, key) == value for key, value in optimizer_values(groups[-1]).items()):
+            return groups
+        if len(groups) > 1:
+            raise UserError(
+                f'optimizer: job.base = "{config.job.base}" has {len(groups)} parameter groups, which [optimizer] '
+                "cannot change; remove name, lr, beta1, beta2, eps and weight_decay"
+            )
     return [ParamGroupConfig(pattern=r".*", optimizer_name=o.name, optimizer_kwargs=kwargs)]
 
 
-def _activation_checkpoint(config: RunConfig) -> Any:
+def _activation_checkpoint(config: RunConfig, base: Any) -> Any:
     from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
     section = config.activation_checkpoint
     if section.mode == "none":
         return None
+    target = {"selective": SelectiveAC, "full": FullAC, "memory_budget": MemoryBudgetAC}[section.mode].Config
+    start = getattr(base, "activation_checkpoint", None)
+    fqns = {}
     if section.mode == "selective":
-        fqns = list(section.per_op_sac_force_recompute_mm_shapes_by_fqns)
-        return _copy(SelectiveAC.Config, section, force_recompute_mm_shapes_by_fqns=fqns)
-    return _copy({"full": FullAC, "memory_budget": MemoryBudgetAC}[section.mode].Config, section)
+        fqns["force_recompute_mm_shapes_by_fqns"] = list(section.per_op_sac_force_recompute_mm_shapes_by_fqns)
+    return _copy(target, section, start if isinstance(start, target) else None, **fqns)
 
 
-def _loader(dataset: str, path: str | None, loader: LoaderConfig, *, infinite: bool) -> Any:
+def _loader(section: TrainingConfig | ValidationConfig, start: Any, *, infinite: bool) -> Any:
+    """TorchTitan's text loader; that of a base which is of another class stays unless a data set is named."""
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
+    target, named = HuggingFaceTextDataLoader.Config, section.dataset != type(section)().dataset
+    if start is not None and type(start) is not target and not named:
+        return _copy(type(start), section.dataloader, start, dataset_path=section.dataset_path)
     return _copy(
-        HuggingFaceTextDataLoader.Config, loader, dataset=dataset, dataset_path=path, infinite=infinite
+        target,
+        section.dataloader,
+        dataset=section.dataset,
+        dataset_path=section.dataset_path,
+        infinite=infinite,
     )
+
+
+def _with_vocabulary(loss: Any, size: int) -> Any:
+    """The loss of a base, for a vocabulary that may not be the base's."""
+    inner = getattr(loss, "loss_fn", loss)
+    inner.global_vocab_size = size
+    return loss
 
 
 def _config_class(component: type) -> Any:
@@ -227,14 +197,14 @@ def _config_class(component: type) -> Any:
     return getattr(component, "Config", component)
 
 
-def _copy(target: Any, section: Any, **other: Any) -> Any:
-    """Instance of the dataclass ``target`` from the fields that ``section`` has under the same name, and ``other``."""
-    theirs = {f.name for f in fields(target)}
-    same = {
-        f.name: getattr(section, f.name) for f in fields(section) if f.name in theirs and f.name not in other
-    }
-    values = {name: list(v) if isinstance(v, list) else v for name, v in same.items()}
-    return target(**values, **other)
+def _copy(target: Any, section: Any, start: Any = None, **other: Any) -> Any:
+    """Instance of the dataclass ``target``: what ``start`` says, under what ``section`` says, under ``other``."""
+    theirs = {f.name for f in fields(target) if f.init}
+    values: dict[str, Any] = {}
+    for source in filter(None, (start, section)):
+        values |= {f.name: getattr(source, f.name) for f in fields(source) if f.name in theirs}
+    values = {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
+    return target(**(values | other))
 
 
 def _none(value: str) -> str | None:
@@ -250,14 +220,3 @@ def _initial_load_model_only(checkpoint: CheckpointConfig) -> bool:
 def _absolute(path: str | None) -> str | None:
     """TorchTitan takes absolute paths and remote URIs only."""
     return path if path is None or "://" in path else str(Path(path).absolute())
-
-
-@contextmanager
-def _refused_by_torchtitan(section: str = "") -> Iterator[None]:
-    """Checks in TorchTitan's dataclasses are about settings: pass their wording on as a `UserError`."""
-    ours = {"profiler": "profiling", "validator": "validation"}.get(section, section)
-    try:
-        yield
-    except (ValueError, AssertionError) as e:
-        text = f"[{ours}]: {e}" if ours else str(e)
-        raise UserError(f"{text} (refused by TorchTitan)") from e

@@ -46,11 +46,13 @@ def _quoted(text: str) -> str:
 
 
 def check_value(kind: Kind, value: Any) -> Any:
-    """The value as the schema stores it. Lists of tables are not for this function.
+    """The value as the schema stores it; "none" is an absent optional one. Lists of tables are not for this function.
 
     Raises:
         WrongValue: wrong type, wrong choice, or a number that cannot be stored.
     """
+    if kind.optional and value == "none":
+        return None
     if kind.base == "float":
         if isinstance(value, int) and not isinstance(value, bool):
             value = _to_float(value)

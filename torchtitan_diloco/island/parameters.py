@@ -78,22 +78,29 @@ class IslandParameters:
         # The gateway cuts for everybody; the others only look after themselves.
         wanted = range(group.size) if group.is_gateway else [group.rank]
         self._boxes: dict[int, dict[str, Box]] = {rank: reports[rank].box_table() for rank in wanted}
+        self._scratch = torch.empty(0, dtype=torch.float32)
 
-    def snapshot(self, fragment: Fragment) -> torch.Tensor | None:
-        """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only."""
+    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only.
+
+        out: filled and returned instead of a new tensor, whose first touch costs more than the gather itself.
+        """
         if not self.group.is_gateway:
             shards = self._shards(fragment, self.group.rank, only_sent=True)
             if shards:
-                self.group.send(torch.cat([self._held(s).reshape(-1).float().cpu() for s in shards]), GATEWAY)
+                buffer = self._buffer(shards)
+                for shard, values in cut(buffer, shards):
+                    values.copy_(self._held(shard))
+                self.group.send(buffer, GATEWAY)
             return None
-        flat = torch.empty(fragment.numel, dtype=torch.float32)
+        flat = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
         views = dict(fragment.views(flat))
         for shard in self._shards(fragment, GATEWAY, only_sent=True):
             shard.inside.of(views[shard.piece]).copy_(self._held(shard))
         for rank in range(1, self.group.size):
             shards = self._shards(fragment, rank, only_sent=True)
             if shards:
-                buffer = torch.empty(sum(s.inside.numel for s in shards), dtype=torch.float32)
+                buffer = self._buffer(shards)
                 self.group.receive(buffer, rank)
                 for shard, values in cut(buffer, shards):
                     shard.inside.of(views[shard.piece]).copy_(values)
@@ -111,7 +118,7 @@ class IslandParameters:
         mine = self._shards(fragment, self.group.rank)
         if not self.group.is_gateway:
             if mine:
-                buffer = torch.empty(sum(s.inside.numel for s in mine), dtype=torch.float32)
+                buffer = self._buffer(mine)
                 self.group.receive(buffer, GATEWAY)
                 for shard, values in cut(buffer, mine):
                     self._put(shard, values, alpha)
@@ -121,10 +128,19 @@ class IslandParameters:
         for rank in range(1, self.group.size):
             shards = self._shards(fragment, rank)
             if shards:
-                parts = [s.inside.of(views[s.piece]).reshape(-1) for s in shards]
-                self.group.send(torch.cat(parts), rank)
+                buffer = self._buffer(shards)
+                for shard, values in cut(buffer, shards):
+                    values.copy_(shard.inside.of(views[shard.piece]))
+                self.group.send(buffer, rank)
         for shard in mine:
             self._put(shard, shard.inside.of(views[shard.piece]), alpha)
+
+    def _buffer(self, shards: list["Shard"]) -> torch.Tensor:
+        """Room for the shards of one rank, used again and again: fresh memory is several times slower than a copy."""
+        length = sum(shard.inside.numel for shard in shards)
+        if self._scratch.numel() < length:
+            self._scratch = torch.empty(length, dtype=torch.float32)
+        return self._scratch[:length]
 
     def _held(self, shard: "Shard") -> torch.Tensor:
         """The values of a shard of this rank, as a view of what it trains."""

@@ -24,7 +24,6 @@ hf_assets_path = "bundled:bpe2048"
 steps = 10
 [semi_sync]
 method = "none"
-num_islands = 2
 """
 
 
@@ -32,11 +31,16 @@ class Run:
     """One `torchtitan-diloco run` over the fake trainer."""
 
     def __init__(
-        self, folder: Path, *arguments: str, environment: dict[str, str] | None = None, **script: Any
+        self,
+        folder: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        tables: str = "num_islands = 2",
+        **script: Any,
     ) -> None:
         self.folder = folder / "trial"
         config = folder / "trial.toml"
-        config.write_text(CONFIG.format(folder=folder))
+        config.write_text(CONFIG.format(folder=folder) + tables)
         script = {"steps": 10, "step_s": 0.005} | script
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "drive.py"), str(config), *arguments],

@@ -63,7 +63,9 @@ def test_islands_of_one_machine_cannot_share_a_port(config: RunConfig) -> None:
 def test_the_largest_island_must_get_a_batch_out_of_its_share_of_the_corpus(config: RunConfig) -> None:
     config.training.local_batch_size, config.semi_sync.num_islands = 4, 2
     checks.require_full_batches(config, [2, 1], 16, "corpus")
-    with pytest.raises(UserError, match=r"data.sources.path: corpus has 15 sequences .* fewer than one batch of 8"):
+    with pytest.raises(
+        UserError, match=r"data.sources.path: corpus has 15 sequences .* fewer than one batch of 8"
+    ):
         checks.require_full_batches(config, [2, 1], 15, "corpus")
     config.parallelism.tensor_parallel_degree = 2
     checks.require_full_batches(config, [2, 1], 8, "corpus")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.launcher import Run, eventually
+from torchtitan_diloco.config.load import load_config
 
 Start = Callable[..., Run]
 
@@ -44,6 +45,46 @@ def test_a_run_ends_with_exit_code_0_a_closing_table_and_a_complete_run_folder(s
     assert record["versions"]["torch"] and record["digests"]["config"]
     assert "deterministic = true" in (run.folder / "config.toml").read_text()
     assert logs(run, 0).count("fake trainer") == 1 and len(incarnations(run, 0)) == 1
+
+
+TABLES = """
+[[islands]]
+id = 1
+[[islands]]
+id = 0
+nodes = 2
+ranks = 1
+training.local_batch_size = 3
+"""
+
+
+def test_islands_and_their_ranks_come_from_the_tables_and_each_trainer_is_told_which_one_it_is(
+    start_run: Start,
+) -> None:
+    run = start_run("--training.gc_freq", "9", tables=TABLES)
+    assert run.end() == 0, run.output
+    assert run.record()["ranks"] == [2, 1]
+    assert '"--island.id", "1"' in logs(run, 1)
+    own = load_config(run.folder / "config.toml", ["--island.id", "0"]).config
+    assert (own.training.local_batch_size, own.training.gc_freq, own.island.id) == (3, 9, 0)
+    other = load_config(run.folder / "config.toml", ["--island.id", "1"]).config
+    assert (other.training.local_batch_size, other.semi_sync.num_islands) == (8, 2)
+
+
+def test_another_number_of_islands_than_the_tables_is_refused(start_run: Start) -> None:
+    run = start_run("--islands", "3", tables=TABLES)
+    assert run.end() == 2
+    assert (
+        "semi_sync.num_islands: (3) is not the number of [[islands]] tables (2); leave it out" in run.output
+    )
+    assert not run.folder.exists()
+
+
+def test_degrees_that_do_not_fit_the_ranks_are_refused_before_anything_starts(start_run: Start) -> None:
+    run = start_run("--ranks", "3", "--parallelism.tensor_parallel_degree", "2")
+    assert run.end() == 2
+    assert "island 0: parallelism.data_parallel_shard_degree: (-1) x" in run.output
+    assert not run.folder.exists()
 
 
 def test_trainers_get_their_identity_and_none_of_what_would_override_the_configuration(

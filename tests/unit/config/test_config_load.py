@@ -184,6 +184,11 @@ def test_a_trainer_takes_its_file_from_the_command_line() -> None:
         ),
         ("[training]\ndataset = 'c4'\n[[data.sources]]\npath = 'x'", "training.dataset and"),
         ("", "checkpoint.enable = false"),
+        (
+            "[checkpoint]\nenable = true\nlast_save_model_only = true",
+            "a finished run cannot be continued from its last checkpoint",
+        ),
+        ("", 'training.dataset = "c4_test" is read by TorchTitan\'s own loader, which keeps no ledger'),
         ('[semi_sync]\nmethod = "none"\nnum_islands = 2', "the 2 islands train on their own"),
     ],
 )

@@ -166,16 +166,16 @@ ONE_MISTAKE = {
         "FILE:4: data.sources[1].weight: must be greater than 0, got 0.0",
     ),
     "retired key": (
-        "[model]\ntokenizer_path = 'x'",
-        "FILE:2: model.tokenizer_path: gone in TorchTitan 0.3: use model.hf_assets_path",
+        "[model]\nprint_after_conversion = true",
+        "FILE:2: model.print_after_conversion: gone in TorchTitan 0.3: remove it",
     ),
     "retired value": (
         '[activation_checkpoint]\nselective_ac_option = "2"',
         'FILE:2: activation_checkpoint.selective_ac_option: gone in TorchTitan 0.3: only "op" exists',
     ),
     "retired section": (
-        "[quantize.linear.float8]\nx = 1",
-        "FILE:1: quantize: gone in TorchTitan 0.3: not supported",
+        "[memory_estimation]\nx = 1",
+        "FILE:2: memory_estimation.x: gone in TorchTitan 0.3: remove the table",
     ),
     "syntax": ("[training]\nsteps = \n", "FILE:2: is not valid TOML: Invalid value (column 9)"),
     "key twice": (
@@ -224,7 +224,11 @@ COMMAND_LINE = {
     ),
     "stray argument": (["steps"], "steps: unexpected argument"),
     "section": (["--training", "3"], "training: is a section; settings are written --training.KEY value"),
-    "retired": (["--model.converters", "float8"], "model.converters: gone in TorchTitan 0.3: not supported"),
+    "retired": (["--experimental.x", "y"], "experimental.x: gone in TorchTitan 0.3: remove the table"),
+    "moved": (
+        ["--model.tokenizer_path", "x"],
+        "model.tokenizer_path: is model.hf_assets_path now; write --model.hf_",
+    ),
     "second file": (["--job.config_file", "b.toml"], "job.config_file: the file is given already"),
     "negated non-boolean": (
         ["--no-training.steps"],

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.config_values import TEXT, changed, configs, toml_values
-from torchtitan_diloco.config import rules
+from torchtitan_diloco.config import ranges
 from torchtitan_diloco.config.fields import get, keys, put, sections
 from torchtitan_diloco.config.load import ConfigError, Resolved, load_config, to_toml
 from torchtitan_diloco.config.rules import broken_ranges, broken_relations
@@ -24,6 +24,7 @@ def attempt(file: Path, *overrides: str) -> tuple[Resolved | None, list[str]]:
         return None, e.problems
 
 
+NO_BASE = {key: get(RunConfig(), key) for key in keys()}
 LENIENT = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -46,7 +47,7 @@ def test_written_and_loaded_is_the_same(config: RunConfig, tmp_path_factory: pyt
 @pytest.mark.parametrize("key", sorted(k for k, kind in keys().items() if len(kind.choices) != 1))
 def test_every_key_is_written_and_loaded(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One value other than the default per key, types included; ranges are switched off for the time."""
-    monkeypatch.setattr(rules, "RANGES", {})
+    monkeypatch.setattr(ranges, "RANGES", {})
     config = RunConfig()
     config.job.name = "written"
     other = changed(key)
@@ -59,7 +60,11 @@ def test_every_key_is_written_and_loaded(key: str, tmp_path: Path, monkeypatch: 
 
 
 def load_config_unruled(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.setattr("torchtitan_diloco.config.load.broken_relations", lambda _: ())
+    monkeypatch.setattr("torchtitan_diloco.config.load.broken_relations", lambda *_: ())
+    monkeypatch.setattr("torchtitan_diloco.config.load.unknown_model", lambda *_: ())
+    monkeypatch.setattr("torchtitan_diloco.config.load.unknown_base", lambda _: "")
+    for module in ("load", "notes"):
+        monkeypatch.setattr(f"torchtitan_diloco.config.{module}.base_values", lambda _: NO_BASE)
     file = tmp_path / "written.toml"
     file.write_text(text)
     return load_config(file).config

@@ -3,9 +3,10 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 
 from torchtitan_diloco import cpu
 
@@ -14,18 +15,21 @@ cpu.install()
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.config import configs as upstream  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # noqa: E402
 from torchtitan.tools.profiler import Profiler  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from tests.helpers.config_values import changed  # noqa: E402
 from torchtitan_diloco.config import schema  # noqa: E402
-from torchtitan_diloco.config.fields import get, keys, put  # noqa: E402
+from torchtitan_diloco.config.fields import get, keys, kinds, put  # noqa: E402
+from torchtitan_diloco.config.model import converters, model_spec, run_model  # noqa: E402
 from torchtitan_diloco.config.schema import ModelConfig, RunConfig  # noqa: E402
-from torchtitan_diloco.config.translate import model_spec, trainer_config  # noqa: E402
+from torchtitan_diloco.config.translate import trainer_config  # noqa: E402
 from torchtitan_diloco.errors import UserError  # noqa: E402
 
 
@@ -55,11 +59,14 @@ OURS = (
     "transport.",
     "semi_sync.",
     "island.",
+    "islands",
     "debug.pace_step_seconds",
     "debug.dump_sends",
 )
 """Read by our own code."""
 UNUSED = {"job.description"}
+ELSEWHERE = ("job.base", "model.converters", "quantize.", "parallelism.enable_fsdp_symm_mem")
+"""Tested on their own below, or in test_config_base.py: they need more than a value."""
 CONTEXT: dict[str, dict[str, Any]] = {
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": "/seed"},
     "checkpoint.initial_load_in_hf_quantized": {
@@ -77,6 +84,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
         "activation_checkpoint.mode": "memory_budget",
         "compile.enable": True,
     },
+    "debug.spmd_typechecking": {"activation_checkpoint.mode": "none"},
     "training.steps": {"lr_scheduler.total_steps": None},
 }
 """Settings without which a key has no effect."""
@@ -93,7 +101,7 @@ VALUES: dict[str, Any] = {
 
 def their_keys() -> list[str]:
     fixed = {k for k, kind in keys().items() if len(kind.choices) == 1}
-    return [k for k in keys() if not k.startswith(OURS) and k not in UNUSED | fixed]
+    return [k for k in keys() if not k.startswith(OURS + ELSEWHERE) and k not in UNUSED | fixed]
 
 
 @pytest.mark.parametrize("key", their_keys())
@@ -110,29 +118,112 @@ def test_every_key_of_torchtitan_has_an_effect(key: str, tmp_path: Path) -> None
     assert translated(config) != before
 
 
-SAME = [
-    (schema.TrainingConfig, upstream.TrainingConfig, {"disable_cuda_graphs"}),
-    (schema.ParallelismConfig, upstream.ParallelismConfig, set()),
-    (schema.CompileConfig, upstream.CompileConfig, set()),
-    (schema.CommConfig, upstream.CommConfig, set()),
-    (schema.DebugConfig, upstream.DebugConfig, set()),
-    (schema.MetricsConfig, MetricsProcessor.Config, set()),
-    (schema.ProfilingConfig, Profiler.Config, {"save_traces_folder", "save_memory_snapshot_folder"}),
-    (schema.CheckpointConfig, CheckpointManager.Config, {"last_save_model_only"}),
-    (schema.LRSchedulerConfig, LRSchedulersContainer.Config, set()),
-    (schema.ActivationCheckpointConfig, MemoryBudgetAC.Config, set()),
-]
+TAKEN_ELSEWHERE = {
+    "training": {"dataset": "dataloader", "dataset_path": "dataloader", "dataloader": "dataloader"},
+    "parallelism": {
+        "enable_async_tensor_parallel": "compile",
+        "expert_parallel_comm_backend": "model_registry",
+    },
+    "checkpoint": {},
+    "activation_checkpoint": {
+        "mode": "the class",
+        "per_op_sac_force_recompute_mm_shapes_by_fqns": "SelectiveAC.force_recompute_mm_shapes_by_fqns",
+        "memory_budget": "MemoryBudgetAC",
+        "visualize_memory_budget_pareto": "MemoryBudgetAC",
+    },
+    "validation": {"dataset": "dataloader", "dataset_path": "dataloader"},
+    "debug": {"pace_step_seconds": "ours", "dump_sends": "ours"},
+}
+"""Section -> keys of ours that TorchTitan 0.3.0 takes elsewhere."""
+NOT_OURS = {
+    "debug": {"batch_invariant", "print_config", "save_config_file"},
+    "compile": {"enable_async_tensor_parallel"},
+    "profiling": {"trace_post_processor"},
+    "optimizer": {"param_groups", "optimizer_factory_kwargs_by_name"},
+    "activation_checkpoint": {"force_recompute_mm_shapes_by_fqns"},
+}
+"""Section -> fields of TorchTitan 0.3.0 that have no key of the same name with us: moved, or refused in pre-training."""
+SECTIONS = {
+    "training": (schema.TrainingConfig, upstream.TrainingConfig, {"disable_cuda_graphs"}),
+    "parallelism": (schema.ParallelismConfig, upstream.ParallelismConfig, set()),
+    "compile": (schema.CompileConfig, upstream.CompileConfig, set()),
+    "comm": (schema.CommConfig, upstream.CommConfig, set()),
+    "debug": (schema.DebugConfig, upstream.DebugConfig, set()),
+    "metrics": (schema.MetricsConfig, MetricsProcessor.Config, set()),
+    "profiling": (
+        schema.ProfilingConfig,
+        Profiler.Config,
+        {"save_traces_folder", "save_memory_snapshot_folder"},
+    ),
+    "checkpoint": (schema.CheckpointConfig, CheckpointManager.Config, {"last_save_model_only"}),
+    "lr_scheduler": (schema.LRSchedulerConfig, LRSchedulersContainer.Config, set()),
+    "activation_checkpoint": (schema.ActivationCheckpointConfig, SelectiveAC.Config, set()),
+    "validation": (schema.ValidationConfig, Validator.Config, set()),
+    "optimizer": (schema.OptimizerConfig, OptimizersContainer.Config, set()),
+}
+"""Section -> ours, TorchTitan's, and the defaults that differ (documented where they stand)."""
 
 
-@pytest.mark.parametrize(("ours", "theirs", "differing"), SAME, ids=lambda v: getattr(v, "__qualname__", ""))
-def test_defaults_are_torchtitans_but_for_the_documented_ones(
-    ours: type, theirs: type, differing: set[str]
-) -> None:
-    """The key table is static, for speed: this notices when TorchTitan's own moves."""
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_has_the_keys_and_defaults_of_the_installed_torchtitan(section: str) -> None:
+    """The key table is static, for speed: a TorchTitan that adds, renames or changes a key fails here, with its name."""
+    ours, theirs, differing = SECTIONS[section]
     a, b = ours(), theirs()
-    shared = {f.name for f in dataclasses.fields(ours)} & {f.name for f in dataclasses.fields(theirs)}
-    assert shared
-    assert {name for name in shared if getattr(a, name) != getattr(b, name)} == differing
+    our_names, their_names = ({f.name for f in dataclasses.fields(table)} for table in (ours, theirs))
+    moved = set(TAKEN_ELSEWHERE.get(section, ()))
+    if section == "optimizer":
+        moved = {"name", "lr", "beta1", "beta2", "eps", "weight_decay"}
+    assert sorted(their_names - our_names) == sorted(NOT_OURS.get(section, ())), "new in TorchTitan"
+    assert sorted(our_names - their_names) == sorted(moved), "gone from TorchTitan"
+    default = {n for n in our_names & their_names if n != "dataloader" and getattr(a, n) != getattr(b, n)}
+    assert default == differing
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_choices_are_those_of_the_installed_torchtitan(section: str) -> None:
+    ours, theirs, _ = SECTIONS[section]
+    hints = get_type_hints(theirs)
+    for name, kind in kinds(ours).items():
+        if kind.base == "choice" and get_origin(hints.get(name)) is Literal:
+            assert set(kind.choices) == set(get_args(hints[name])), f"{section}.{name}"
+
+
+def test_the_loader_takes_every_key_of_its_table() -> None:
+    theirs = {f.name for f in dataclasses.fields(HuggingFaceTextDataLoader.Config)}
+    ours = {f.name for f in dataclasses.fields(schema.LoaderConfig)}
+    assert sorted(theirs - ours) == ["dataset", "dataset_path", "infinite"]
+    assert ours <= theirs
+
+
+def test_converters_get_every_option_of_theirs() -> None:
+    config = run_config(
+        model__converters=[
+            f"quantize.{kind}.{of}" for kind in ("linear", "grouped_mm") for of in ("float8", "mx")
+        ],
+        quantize__linear__float8__recipe_name="rowwise_with_gw_hp",
+        quantize__linear__float8__filter_fqns=["lm_head"],
+        quantize__linear__float8__emulate=True,
+        quantize__linear__mx__fqns=["attention"],
+        quantize__grouped_mm__mx__pad_multiple=128,
+        compile__enable=True,
+    )
+    made = [dataclasses.asdict(c) for c in converters(config)]
+    common = {"model_compile_enabled": True}
+    assert made == [
+        common | {"recipe_name": "rowwise_with_gw_hp", "filter_fqns": ["lm_head"], "emulate": True},
+        common | {"fqns": ["attention"]},
+        common,
+        common | {"recipe_name": "mxfp8_rceil", "pad_multiple": 128},
+    ]
+    config.compile.components = ["loss"]
+    assert not any(c.model_compile_enabled for c in converters(config))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an accelerator may do it")
+def test_a_conversion_that_this_machine_cannot_do_is_a_user_error() -> None:
+    config = run_config(model__converters=["quantize.linear.float8"])
+    with pytest.raises(UserError, match=r"^model\.converters: .*refused by TorchTitan"):
+        run_model(config)
 
 
 def test_numbers_arrive_where_they_belong() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback,
 from torchtitan_diloco.cli.local.processes import Child, sweep
 from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
 from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
+from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import to_toml
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
@@ -32,29 +34,32 @@ class Request:
     """What the command line asks for."""
 
     config: RunConfig
-    ranks: list[int]
-    """Processes of each island."""
+    ranks: dict[int, int]
+    """Island id -> processes, in order."""
     max_restarts: int
     fresh: bool
 
 
-def prepare_data(config: RunConfig, ranks: list[int]) -> DataIdentity:
-    """Prepare every source that is not there yet, once, before islands could race for it.
+def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
+    """Prepare every source that is not there yet, those of single islands included, before islands could race for it.
 
-    ranks: processes of each island. Raises UserError, also where the corpus does not fill a batch.
+    ranks: island id -> processes. Raises UserError, also where the corpus does not fill a batch.
     """
     from torchtitan_diloco.data.manifest import load_manifest
     from torchtitan_diloco.data.prepare import ensure_prepared
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
-    for source in config.data.sources:
-        ensure_prepared(
-            source.path, source.prepare_from, config.model.hf_assets_path, config.training.seq_len
-        )
-    manifests = [load_manifest(source.path) for source in config.data.sources]
-    for source, manifest in zip(config.data.sources, manifests, strict=True):
-        require_full_batches(config, ranks, manifest.counts.sequences, source.path)
-    return DataIdentity(manifests=[manifest.digest for manifest in manifests], tokenizer=tokenizer)
+    views = {number: for_island(config, number) for number in ranks}
+    for source, view in {
+        source.path: (source, v) for v in views.values() for source in v.data.sources
+    }.values():
+        ensure_prepared(source.path, source.prepare_from, view.model.hf_assets_path, view.training.seq_len)
+    manifests: dict[str, Any] = {}
+    for number, view in views.items():
+        for source in view.data.sources:
+            manifest = manifests.setdefault(source.path, load_manifest(source.path))
+            require_full_batches(view, [ranks[number]], manifest.counts.sequences, source.path)
+    return DataIdentity(manifests=[manifest.digest for manifest in manifests.values()], tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ class Edges:
     """Where the launcher meets what it does not own; tests put other things there."""
 
     command: Callable[[Launch], list[str]] = torchrun_command
-    prepare: Callable[[RunConfig, list[int]], DataIdentity] = prepare_data
+    prepare: Callable[[RunConfig, dict[int, int]], DataIdentity] = prepare_data
     console: Console = field(default_factory=make_console)
 
 
@@ -113,7 +118,7 @@ def _settle(
         name=config.job.name,
         config_text=config_text,
         data=data,
-        ranks=request.ranks,
+        ranks=list(request.ranks.values()),
         earlier=decision.earlier if decision.plan is Plan.CONTINUE else None,
         now=time.time(),
     )
@@ -148,7 +153,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
         environment = trainer_environment(
             incarnation,
             os.environ,
-            total_ranks=sum(request.ranks),
+            total_ranks=sum(request.ranks.values()),
             loopback_only=not address or is_loopback(address),
         )
         return Child(
@@ -158,7 +163,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             mark=(INCARNATION, island.incarnation),
         )
 
-    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in enumerate(request.ranks)]
+    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
     header = f"run folder {folder} | Lighthouse {address or 'none'}"
     with View(console, islands, header=header, steps=config.training.steps) as view:
 

@@ -1,0 +1,90 @@
+"""The [[islands]] tables: one layer of settings each, over those that all islands share."""
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_diloco.config.fields import kinds, put
+from torchtitan_diloco.config.layers import Layer, Where
+from torchtitan_diloco.config.problems import Problems
+from torchtitan_diloco.config.reader import Reader
+from torchtitan_diloco.config.schema import IslandTable, RunConfig
+from torchtitan_diloco.config.shared import why_shared
+from torchtitan_diloco.config.toml_lines import Path as KeyPath
+from torchtitan_diloco.config.values import describe
+
+KEY = "islands"
+
+
+@dataclass(slots=True)
+class Island:
+    """One table: what it says of itself, and its settings."""
+
+    table: IslandTable
+    layer: Layer
+    where: Where | None
+    """Where the table begins."""
+    notes: list[str] = field(default_factory=list)
+
+    def world(self) -> int | None:
+        """Processes of the island; None where the table does not say."""
+        return None if self.table.ranks is None else self.table.nodes * self.table.ranks
+
+
+def read_islands(
+    problems: Problems, written: Any, lines: dict[KeyPath, int], otherwise: Where | None = None
+) -> list[Island]:
+    """All tables that could be read, in order; what is wrong with them is reported."""
+    if not isinstance(written, list):
+        got = describe(written)
+        problems.add(
+            lines.get((KEY,), otherwise), KEY, f"must be an array of tables, written [[islands]], got {got}"
+        )
+        return []
+    found = []
+    for i, entry in enumerate(written):
+        root: KeyPath = (KEY, i)
+        layer = Layer()
+        reader = Reader(problems, layer, lines, otherwise=otherwise, root=root, refusal=why_shared)
+        if not isinstance(entry, dict):
+            reader.problem(root, f"must be a table, written [[islands]], got {describe(entry)}")
+            continue
+        own = {name: value for name, value in entry.items() if name in kinds(IslandTable)}
+        reader.read({name: value for name, value in entry.items() if name not in own})
+        values = reader.fields(IslandTable, own, root)
+        if values is not None:
+            table = IslandTable(**values, settings=layer.values)
+            found.append(Island(table, layer, reader.at(root), reader.notes))
+    _check(problems, found)
+    return found
+
+
+def for_island(config: RunConfig, number: int) -> RunConfig:
+    """The configuration of one island of a run, from that of the run as a whole. KeyError if there is no such table."""
+    own = deepcopy(config)
+    own.island.id = number
+    if config.islands:
+        table = {table.id: table for table in config.islands}[number]
+        own.island.name = table.name or own.island.name
+        for key, value in table.settings.items():
+            put(own, key, deepcopy(value))
+    return own
+
+
+def _check(problems: Problems, islands: list[Island]) -> None:
+    first: dict[int, str] = {}
+    for i, island in enumerate(islands):
+        key, where, number = f"{KEY}[{i}].id", island.layer.where.get("id"), island.table.id
+        if number in first:
+            problems.add(
+                where, key, f"({number}) is already that of {first[number]}; give each island its own"
+            )
+        elif number >= len(islands):
+            problems.add(
+                where,
+                key,
+                f"({number}) must be below the number of [[islands]] tables ({len(islands)}): ids count from 0",
+            )
+        first.setdefault(number, f"{KEY}[{i}]")
+        if number < 0:
+            island.layer.bad.add("island.id")  # said once, of the table

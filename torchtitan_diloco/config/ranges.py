@@ -1,0 +1,135 @@
+"""Ranges of single values. To add one, add a line to `RANGES`."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_diloco.config.fields import get, is_array_of_tables, keys
+from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A test of one value and its wording: "must be ..."."""
+
+    holds: Callable[[Any], bool]
+    wording: str
+
+
+def _least(bound: float, *also: int) -> Range:
+    words = "".join(f" or {a}" for a in also)
+    return Range(lambda v: v >= bound or v in also, f"at least {bound}{words}")
+
+
+POSITIVE = Range(lambda v: v > 0, "greater than 0")
+AT_LEAST_0, AT_LEAST_1 = _least(0), _least(1)
+SHARE = Range(lambda v: 0 <= v <= 1, "from 0 to 1")
+BELOW_1 = Range(lambda v: 0 <= v < 1, "at least 0 and less than 1")
+NOT_EMPTY = Range(lambda v: bool(v.strip()), "a non-empty string")
+FOLDER_NAME = Range(
+    lambda v: "/" not in v and "\0" not in v and v not in (".", ".."), "a plain name, not a path"
+)
+HTTP = Range(lambda v: not v or v.startswith(("http://", "https://")), "an address such as http://host:port")
+
+RANGES: dict[str, Range] = {
+    "job.dump_folder": NOT_EMPTY,
+    "job.name": FOLDER_NAME,
+    "model.name": NOT_EMPTY,
+    "model.flavor": NOT_EMPTY,
+    "model.hf_assets_path": NOT_EMPTY,
+    "model.vocab_size": AT_LEAST_0,
+    "training.local_batch_size": AT_LEAST_1,
+    "training.global_batch_size": _least(1, -1),
+    "training.seq_len": AT_LEAST_1,
+    "training.steps": AT_LEAST_1,
+    "training.max_norm": POSITIVE,
+    "training.gc_freq": AT_LEAST_1,
+    "training.dataloader.num_workers": AT_LEAST_0,
+    "training.dataloader.prefetch_factor": AT_LEAST_1,
+    "optimizer.lr": POSITIVE,
+    "optimizer.beta1": BELOW_1,
+    "optimizer.beta2": BELOW_1,
+    "optimizer.eps": AT_LEAST_0,
+    "optimizer.weight_decay": AT_LEAST_0,
+    "lr_scheduler.warmup_steps": AT_LEAST_0,
+    "lr_scheduler.total_steps": AT_LEAST_1,
+    "lr_scheduler.decay_ratio": SHARE,
+    "lr_scheduler.min_lr_factor": SHARE,
+    "parallelism.data_parallel_replicate_degree": AT_LEAST_1,
+    "parallelism.data_parallel_shard_degree": _least(1, -1),
+    "parallelism.tensor_parallel_degree": AT_LEAST_1,
+    "parallelism.pipeline_parallel_degree": AT_LEAST_1,
+    "parallelism.pipeline_parallel_first_stage_less_layers": AT_LEAST_0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": AT_LEAST_0,
+    "parallelism.pipeline_parallel_layers_per_stage": AT_LEAST_1,
+    "parallelism.pipeline_parallel_microbatch_size": AT_LEAST_1,
+    "parallelism.context_parallel_degree": AT_LEAST_1,
+    "parallelism.expert_parallel_degree": AT_LEAST_1,
+    "checkpoint.folder": NOT_EMPTY,
+    "checkpoint.interval": AT_LEAST_1,
+    "checkpoint.keep_latest_k": _least(2, 0),
+    "checkpoint.load_step": _least(0, -1),
+    "quantize.grouped_mm.mx.pad_multiple": AT_LEAST_1,
+    "activation_checkpoint.memory_budget": SHARE,
+    "comm.init_timeout_seconds": AT_LEAST_1,
+    "comm.train_timeout_seconds": AT_LEAST_1,
+    "comm.trace_buf_size": AT_LEAST_0,
+    "metrics.log_freq": AT_LEAST_1,
+    "metrics.save_tb_folder": NOT_EMPTY,
+    "profiling.profile_freq": AT_LEAST_1,
+    "profiling.profiler_active": AT_LEAST_1,
+    "profiling.profiler_warmup": AT_LEAST_0,
+    "profiling.profiler_repeat": AT_LEAST_0,
+    "profiling.profiler_skip_first": AT_LEAST_0,
+    "profiling.profiler_skip_first_wait": AT_LEAST_0,
+    "profiling.memory_snapshot_freq": AT_LEAST_1,
+    "profiling.memory_snapshot_max_entries": AT_LEAST_1,
+    "validation.freq": AT_LEAST_1,
+    "validation.steps": _least(1, -1),
+    "validation.dataloader.num_workers": AT_LEAST_0,
+    "validation.dataloader.prefetch_factor": AT_LEAST_1,
+    "debug.seed": AT_LEAST_0,
+    "debug.pace_step_seconds": AT_LEAST_0,
+    "data.seed": AT_LEAST_0,
+    "island.id": AT_LEAST_0,
+    "island.port": Range(lambda v: 0 <= v <= 65535, "from 0 to 65535"),
+    "lighthouse.address": HTTP,
+    "lighthouse.heartbeat_interval_s": POSITIVE,
+    "lighthouse.heartbeat_timeout_s": POSITIVE,
+    "lighthouse.join_timeout_s": POSITIVE,
+    "lighthouse.quorum_interval_s": POSITIVE,
+    "lighthouse.patience_s": POSITIVE,
+    "transport.kind": NOT_EMPTY,
+    "transport.exchange_timeout_s": POSITIVE,
+    "semi_sync.method": NOT_EMPTY,
+    "semi_sync.sync_every": AT_LEAST_1,
+    "semi_sync.num_islands": AT_LEAST_1,
+    "semi_sync.outer.name": NOT_EMPTY,
+    "semi_sync.outer.lr": POSITIVE,
+    "semi_sync.outer.momentum": BELOW_1,
+    "semi_sync.merge.method": NOT_EMPTY,
+}
+TABLE_RANGES: dict[type, dict[str, Range]] = {
+    DataSource: {"path": NOT_EMPTY, "weight": POSITIVE},
+    IslandTable: {"id": AT_LEAST_0, "nodes": AT_LEAST_1, "ranks": AT_LEAST_1},
+}
+"""The same for the keys of the entries of arrays of tables."""
+
+
+def broken_ranges(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) for each value outside its range; absent optional values have none."""
+    for key, allowed in RANGES.items():
+        for message in broken_range(get(config, key), allowed):
+            yield key, message
+    for key in filter(is_array_of_tables, keys()):
+        for i, entry in enumerate(get(config, key)):
+            for name, allowed in TABLE_RANGES[type(entry)].items():
+                for message in broken_range(getattr(entry, name), allowed):
+                    yield f"{key}[{i}].{name}", message
+
+
+def broken_range(value: Any, allowed: Range) -> Iterator[str]:
+    """What is wrong with one value, if anything."""
+    if value is not None and not allowed.holds(value):
+        yield f"must be {allowed.wording}, got {json.dumps(value, ensure_ascii=False)}"

@@ -1,0 +1,46 @@
+"""Which settings all islands of a run must share, and why; every other one may differ from island to island."""
+
+_PARAMETERS = "islands exchange the parameters of one model"
+_OF_THE_RUN = "it is the run's, not an island's"
+_OF_THE_TABLE = "the [[islands]] table itself says it"
+_ONE_LIGHTHOUSE = "the islands of a run share one Lighthouse"
+
+AGREED: dict[str, str] = {
+    "model.name": _PARAMETERS,
+    "model.flavor": _PARAMETERS,
+    "model.vocab_size": _PARAMETERS,
+    "training.seq_len": "corpora are packed to it, and slots count tokens by it",
+    "training.steps": "all islands end at the same last slot",
+    "training.dtype": _PARAMETERS,
+    "data.seed": "the sample order is the run's",
+    "debug.seed": "islands begin with the same weights",
+    "transport.kind": "islands talk to one another through it",
+    "semi_sync.sync_every": "islands with a sync_every of their own are not supported yet",
+    "semi_sync": "islands must agree on what is sent when and on how it is merged",
+}
+"""Key or section -> why islands must agree on it; compared when an island joins."""
+
+_NOT_BY_ISLAND: dict[str, str] = {
+    "job.base": _PARAMETERS,
+    "job.name": _OF_THE_RUN,
+    "job.description": _OF_THE_RUN,
+    "lighthouse.heartbeat_timeout_s": _ONE_LIGHTHOUSE,
+    "lighthouse.join_timeout_s": _ONE_LIGHTHOUSE,
+    "island.id": _OF_THE_TABLE,
+    "island.name": _OF_THE_TABLE,
+    "islands": _OF_THE_RUN,
+}
+
+
+def must_agree(key: str) -> bool:
+    """Whether an island that has another value for this dotted key cannot join the run."""
+    return _reason(AGREED, key) is not None
+
+
+def why_shared(key: str) -> str | None:
+    """Why an [[islands]] table cannot set this dotted key; None if it can."""
+    return _reason(AGREED, key) or _reason(_NOT_BY_ISLAND, key)
+
+
+def _reason(table: dict[str, str], key: str) -> str | None:
+    return table.get(key) or table.get(key.partition(".")[0])
