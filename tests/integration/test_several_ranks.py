@@ -71,6 +71,8 @@ def test_every_layout_gathers_what_was_scattered_and_what_another_layout_gathere
     assert first["trained"] and first["random_values_changed_it"]
     assert first["identity"] and first["random"] == reference["random"]
     assert first["other_identity"]
+    assert first["cut"] == reference["cut"] >= 2
+    assert first["fragments_hold"] == first["fragments_mix"] == [True] * layouts.FRAGMENTS
     if layout == "pp":
         return  # no rank has the whole model to answer with, and TorchTitan seeds each stage in a way of its own
     assert first["founding"] == reference["founding"]
@@ -86,7 +88,9 @@ def assert_answers_agree(mine: list[float], theirs: list[float], variant: str) -
     """Logits that differ in the order of sums only; measured against the largest, since random weights make them large."""
     precision = 2e-2 if variant == "bfloat16" else 1e-5
     expected = torch.tensor(theirs)
-    torch.testing.assert_close(torch.tensor(mine), expected, rtol=0, atol=precision * float(expected.abs().max()))
+    torch.testing.assert_close(
+        torch.tensor(mine), expected, rtol=0, atol=precision * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("method", ["none", "diloco"])
