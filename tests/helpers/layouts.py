@@ -16,7 +16,7 @@ from tests.helpers import tiny
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters
-from torchtitan_diloco.outer.fragments import Fragment, whole_model
+from torchtitan_diloco.outer.fragments import Fragment, balanced, whole_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wrapped": {"activation_checkpoint": FullAC.Config},
 }
 
+FRAGMENTS, ALPHA = 13, 0.25
 BUFFER, SCRATCH = "layers.0.feed_forward.usage", "layers.0.feed_forward.scratch"
 FROZEN = ("tok_embeddings.weight", "layers.0.attention.wo.weight")
 
@@ -178,8 +179,30 @@ def run_case(
         scratch,
         [float(b[0]) for p in trainer.model_parts for n, b in p.named_buffers() if n == SCRATCH],
     ]
+    facts |= exchange_fragments(parameters, group)
     trainer.close()
     group.close()
+    return facts
+
+
+def exchange_fragments(parameters: IslandParameters, group: IslandGroup) -> dict[str, Any]:
+    """Scatter, then mix, the model's balanced fragments one by one, rows of cut tensors included; gather all each time."""
+    fragments = balanced(list(parameters.specs.values()), FRAGMENTS)
+    facts: dict[str, Any] = {
+        "cut": sum(p.shape != p.spec.shape for f in fragments for p in f.pieces),
+        "fragments_hold": [],
+        "fragments_mix": [],
+    }
+    held = [parameters.snapshot(fragment) for fragment in fragments]
+    for alpha, fact in ((0.0, "fragments_hold"), (ALPHA, "fragments_mix")):
+        for i, fragment in enumerate(fragments):
+            flat = random_flat(fragment) * (1 + i + alpha)
+            parameters.scatter(fragment, flat if group.is_gateway else None, alpha)
+            now = [parameters.snapshot(f) for f in fragments]
+            if group.is_gateway:
+                mixed = held[i] * alpha + flat * (1 - alpha) if alpha else flat
+                held[i] = rounded(fragment, mixed)
+                facts[fact].append(all(torch.equal(a, b) for a, b in zip(now, held, strict=True)))
     return facts
 
 

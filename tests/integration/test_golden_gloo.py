@@ -7,9 +7,9 @@ import pytest
 
 from tests.golden.compare import check_run, rounds
 from tests.golden.gloo_run import GlooRun, run_gloo
-from tests.golden.island import Case, Plan
+from tests.golden.island import Case, Plan, paces
 
-LAYOUTS = {"1+1": [[0], [2]], "2+2": [[0, 1], [2, 3]], "2+1": [[0, 1], [2]]}
+LAYOUTS = {"1+1": [[0], [2]], "2+2": [[0, 1], [2, 3]], "2+1": [[0, 1], [2]], "1+1+1": [[0], [1], [2]]}
 """Processes of each island."""
 
 PLANS = {
@@ -27,17 +27,41 @@ RUNS = {
         PLANS[h],
         LAYOUTS[ranks],
     )
-    for ranks in LAYOUTS
+    for ranks in WEIGHTS
     for h in PLANS
     for method in ("local_sgd", "diloco")
 }
 
 
+STREAMING_PLANS = [Plan(8, 17), Plan(10, 21, rows=3), Plan(9, 19, rows=1)]
+EVEN_PLANS = [Plan(8, 17), Plan(8, 17, rows=3), Plan(8, 17, rows=1)]
+
+
+def streaming(ranks: str, plans: list[Plan], **settings) -> GlooRun:
+    name = "-".join([ranks, *(f"{key}{value:g}" for key, value in settings.items())])
+    return GlooRun(name, Case(**settings), plans[: len(LAYOUTS[ranks])], LAYOUTS[ranks])
+
+
+STREAMING = {
+    run.name: run
+    for run in [
+        *(
+            streaming(ranks, STREAMING_PLANS, fragments=4, overlap=overlap, alpha=alpha)
+            for ranks in ("1+1", "1+1+1")
+            for overlap in (0, 1, 3, 7)
+            for alpha in (0.0, 0.5)
+        ),
+        *(streaming(ranks, EVEN_PLANS, fragments=8, overlap=2) for ranks in ("1+1", "1+1+1")),
+        streaming("2+1", STREAMING_PLANS, fragments=4, overlap=3, alpha=0.5),
+    ]
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folder of all RUNS, done by one set of four processes."""
+    """The folder of all runs, done by one set of four processes."""
     folder = tmp_path_factory.mktemp("gloo")
-    run_gloo(folder, list(RUNS.values()), timeout_s=240)
+    run_gloo(folder, [*RUNS.values(), *STREAMING.values()], timeout_s=280)
     return folder
 
 
@@ -46,6 +70,14 @@ def test_reference_reproduces_every_anchor_and_the_final_momentum(name, runs):
     results = check_run(runs / name, [0, 1], RUNS[name].case.outer())
     assert len(results) == 3
     assert len({result.digest for result in results}) == 3, "the anchor did not move"
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_reference_reproduces_streaming_and_every_islands_own_parameters(name, runs):
+    run = STREAMING[name]
+    ranks = [len(processes) for processes in run.islands]
+    results = check_run(runs / name, range(len(ranks)), run.case.outer(), paces=paces(run.plans, ranks))
+    assert len({result.digest for result in results}) == len(results) >= 8
 
 
 def test_digests_are_equal_whatever_the_vector_width_and_the_number_of_threads(tmp_path):

@@ -72,6 +72,8 @@ def test_every_layout_gathers_what_was_scattered_and_what_another_layout_gathere
     assert first["trained"] and first["random_values_changed_it"]
     assert first["identity"] and first["random"] == reference["random"]
     assert first["other_identity"]
+    assert first["cut"] == reference["cut"] >= 2
+    assert first["fragments_hold"] == first["fragments_mix"] == [True] * layouts.FRAGMENTS
     if layout == "pp":
         return  # no rank has the whole model to answer with, and TorchTitan seeds each stage in a way of its own
     assert first["founding"] == reference["founding"]

@@ -120,13 +120,15 @@ def whole_model(specs: Sequence[TensorSpec]) -> tuple[Fragment, ...]:
 def balanced(specs: Sequence[TensorSpec], count: int) -> tuple[Fragment, ...]:
     """``count`` fragments of nearly equal size: largest first, each into the lightest (Decoupled DiLoCo, 2604.21428).
 
-    A tensor larger than a fragment's share (an embedding) is cut by rows. Raises ValueError when there are fewer tensors
-    and rows than fragments.
+    A tensor larger than a fragment's share (an embedding) is cut by rows, into thirds of a share, so that the pieces fill
+    up what whole tensors leave. No fragment is larger than 4/3 of the mean and a row, but for those that consist of whole
+    tensors only, each larger than a third of a share. Raises ValueError when there are fewer tensors and rows than
+    fragments.
     """
     share = math.ceil(sum(spec.numel for spec in specs) / count)
     items: list[Rows] = []
     for spec, _, rows in _whole(specs):
-        cuts = min(rows, math.ceil(spec.numel / share)) if share else 1
+        cuts = min(rows, math.ceil(3 * spec.numel / share)) if spec.numel > share else 1
         items += [(spec, rows * i // cuts, rows * (i + 1) // cuts) for i in range(cuts)]
 
     def size(item: Rows) -> int:

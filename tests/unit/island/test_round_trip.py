@@ -34,6 +34,13 @@ def test_scattered_values_come_back_bit_for_bit(variant, alone):
     assert facts["random_logits"] != facts["logits"]
 
 
+@pytest.mark.parametrize("variant", layouts.VARIANTS)
+def test_each_fragment_is_scattered_and_mixed_by_itself_rows_of_cut_tensors_included(variant, alone):
+    facts = alone(variant)
+    assert facts["cut"] >= 2
+    assert facts["fragments_hold"] == facts["fragments_mix"] == [True] * layouts.FRAGMENTS
+
+
 def test_activation_checkpoint_wrappers_change_neither_names_nor_bits(alone):
     plain, wrapped = alone("plain"), alone("wrapped")
     assert wrapped["wrappers"] > 0 and plain["wrappers"] == 0
