@@ -96,8 +96,12 @@ RANGES: dict[str, Range] = {
     "lighthouse.patience_s": POSITIVE,
     "transport.kind": NOT_EMPTY,
     "transport.exchange_timeout_s": POSITIVE,
+    "transport.max_rate": AT_LEAST_0,
     "semi_sync.method": NOT_EMPTY,
     "semi_sync.sync_every": AT_LEAST_1,
+    "semi_sync.fragments": AT_LEAST_1,
+    "semi_sync.overlap": AT_LEAST_0,
+    "semi_sync.mix_alpha": BELOW_1,
     "semi_sync.num_islands": AT_LEAST_1,
     "semi_sync.outer.name": NOT_EMPTY,
     "semi_sync.outer.lr": POSITIVE,
@@ -132,6 +136,7 @@ def broken_relations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]
             f"({total}) is less than training.steps ({steps}): the learning rate would fall below its end value after "
             f"step {total}; raise it or lower training.steps",
         )
+    yield from _streaming_relations(config)
     pp, micro = c.parallelism.pipeline_parallel_degree, c.parallelism.pipeline_parallel_microbatch_size
     if pp > 1 and micro > 0 and c.training.local_batch_size % micro:
         yield (
@@ -172,6 +177,26 @@ def broken_relations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]
         yield (
             ("lighthouse.heartbeat_interval_s", "lighthouse.heartbeat_timeout_s"),
             f"({beat} s) must be less than lighthouse.heartbeat_timeout_s ({silence} s)",
+        )
+
+
+def _streaming_relations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    s = config.semi_sync
+    lists = s.module_fqns_per_fragment
+    count = s.fragments if lists is None else len(lists)
+    if count > s.sync_every:
+        yield (
+            (
+                f"semi_sync.{'fragments' if lists is None else 'module_fqns_per_fragment'}",
+                "semi_sync.sync_every",
+            ),
+            f"({count} fragments) must be at most semi_sync.sync_every ({s.sync_every}), in which each is sent once",
+        )
+    if s.overlap >= s.sync_every:
+        yield (
+            ("semi_sync.overlap", "semi_sync.sync_every"),
+            f"({s.overlap}) must be less than semi_sync.sync_every ({s.sync_every}): a fragment is applied before it is "
+            "sent again",
         )
 
 
