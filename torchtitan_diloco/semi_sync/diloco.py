@@ -94,7 +94,9 @@ class DiLoCo(SemiSync):
                 return balanced(specs, config.fragments)
             return by_layer(specs, config.fragments, strided=config.fragment_by == "layer")
         except ValueError as error:
-            raise UserError(f"semi_sync.fragments = {config.fragments}: {error}") from error
+            explicit = config.module_fqns_per_fragment
+            setting = "module_fqns_per_fragment" if explicit else f"fragments = {config.fragments}"
+            raise UserError(f"semi_sync.{setting}: {error}") from error
 
     def make_optimizer(self) -> OuterSGD:
         outer = self.setup.config.outer
