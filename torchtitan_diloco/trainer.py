@@ -9,18 +9,15 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import tyro
 from torchtitan.trainer import Trainer
 
 from torchtitan_diloco import cpu, semi_sync
 from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
-from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, SemiSyncConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange import make_transport
 from torchtitan_diloco.island.drain import DrainFlag
@@ -28,6 +25,7 @@ from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.metrics import IslandMetrics
 from torchtitan_diloco.island.parameters import IslandParameters
 from torchtitan_diloco.island.schedule import move_schedule
+from torchtitan_diloco.island.settings import IslandTrainerConfig
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 
 RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
@@ -40,25 +38,8 @@ class DiLoCoTrainer(Trainer):
     """One rank of one island."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        run_name: str = "run"
-        """Name of the run; islands of another name are strangers."""
-        island: IslandConfig = field(default_factory=IslandConfig)
-        """Which island this is."""
-        lighthouse: LighthouseConfig = field(default_factory=LighthouseConfig)
-        """Membership."""
-        transport: TransportConfig = field(default_factory=TransportConfig)
-        """How deltas travel."""
-        semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
-        """The method."""
-        pace_step_seconds: float = 0.0
-        """Stretch every inner step to this wall time by sleeping."""
-        dump_sends: bool = False
-        """Write the parameters at every send."""
-        agreement: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-        """Settings that must be equal on all islands."""
-        written: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
-        """Dotted keys that the user wrote, as opposed to defaults."""
+    class Config(IslandTrainerConfig):
+        """Declared here so that it builds this trainer."""
 
     config: Config
     metrics_processor: IslandMetrics
@@ -67,7 +48,7 @@ class DiLoCoTrainer(Trainer):
         self.started = time.time()
         self.drain = DrainFlag()
         self.drain.install()
-        self.drained = False
+        self.drained = self.finished = False
         cpu.adapt_config(config, config.written)
         super().__init__(config)
         cpu.adapt_model(self.model_parts)
@@ -116,8 +97,11 @@ class DiLoCoTrainer(Trainer):
         """Called once, after the checkpoint is loaded and before the first step: the place to enter the run."""
         if isinstance(self.checkpointer, IslandCheckpointManager) and self.step > 0:
             self._restore(self.checkpointer)
+        last = self.step >= self.config.training.steps and not self.method.complete()
         try:
             self._set_progress(self.method.join(self.step))
+            if last:  # only an exchange was left to do: its result belongs into the checkpoint
+                self.checkpointer.save(self.step, last_step=True)
         except Resumable as stopped:
             self.drained = True
             self.trace.state("resume", str(stopped))
@@ -145,12 +129,18 @@ class DiLoCoTrainer(Trainer):
             self.drain.request(str(stopped))
         self.metrics_processor.end_step(time.monotonic() - began)
 
+    def train(self) -> None:
+        super().train()
+        self.finished = self.step >= self.config.training.steps and self.method.complete()
+        if not self.finished and not self.drained:  # asked to stop in the very last exchange
+            self.trace.state("resume", self.drain.reason)
+
     def close(self) -> None:
         if hasattr(self, "method"):
-            finished = self.step >= self.config.training.steps
-            self.method.leave("done" if finished else "drain" if self.drained else "failure")
-            if finished:
-                self.trace.event("end", tokens=self.ntokens_seen * self.group.size)
+            self.method.leave("done" if self.finished else "drain" if self.drained else "failure")
+            if self.finished:
+                copies = self.parallel_dims.tp * self.parallel_dims.pp  # ranks that see the same tokens
+                self.trace.event("end", tokens=self.ntokens_seen * self.group.size // copies)
                 self.trace.state("done")
             self.trace.close()
         super().close()
@@ -170,7 +160,7 @@ class DiLoCoTrainer(Trainer):
         move_schedule(self.lr_schedulers, step)
 
     def _restore(self, checkpointer: IslandCheckpointManager) -> None:
-        saved = checkpointer.load_outer(self.step)
+        saved = checkpointer.load_outer(self.step, tensors=self.group.is_gateway)
         if saved is None:
             if self.config.semi_sync.method != "none":
                 raise UserError(

@@ -24,6 +24,10 @@ class Stuck(AssertionError):
     """The islands wait for one another without end."""
 
 
+class Crashed(Exception):
+    """The script has killed this island."""
+
+
 class Turns:
     def __init__(self, net: MemoryNet) -> None:
         self.net = net
@@ -77,7 +81,7 @@ class TurnsTransport(MemoryTransport):
 
     def progress(self, step: int) -> None:
         MemoryTransport.progress(self, step)
-        self.turns.hand_over()
+        self._hand_over()
 
     def heal(self, state: OuterState) -> Joined:
         self.turns.heals += 1
@@ -87,5 +91,10 @@ class TurnsTransport(MemoryTransport):
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
         if slot not in self.outcomes:
-            self.turns.hand_over()
+            self._hand_over()
         return MemoryTransport.result(self, slot, 0.0)
+
+    def _hand_over(self) -> None:
+        self.turns.hand_over()
+        if self.net.nodes.get(self.me.island) is not self:
+            raise Crashed(f"island {self.me.island}")

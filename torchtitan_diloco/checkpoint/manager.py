@@ -70,11 +70,14 @@ class IslandCheckpointManager(CheckpointManager):
         self.maybe_wait_for_saving()
         return True
 
-    def load_outer(self, step: int) -> State | None:
-        """The outer state saved at ``step``, or None where the folder has none. Raises UserError when it is damaged."""
+    def load_outer(self, step: int, tensors: bool) -> State | None:
+        """The outer state saved at ``step`` (with its tensors, where this rank needs them); None where there is none.
+
+        Raises UserError when it is damaged.
+        """
         if not self.enable:
             return None
-        return read_outer(Path(self._create_checkpoint_id(step)))
+        return read_outer(Path(self._create_checkpoint_id(step)), tensors)
 
 
 def write_outer(folder: Path, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -90,7 +93,7 @@ def write_outer(folder: Path, description: dict[str, Any], tensors: dict[str, to
     write_json(folder / "outer.json", {**description, "sha256": sha256})
 
 
-def read_outer(folder: Path) -> State | None:
+def read_outer(folder: Path, tensors: bool = True) -> State | None:
     """What ``write_outer`` wrote. Raises UserError when the tensors are missing or do not match their hash."""
     try:
         description = json.loads((folder / "outer.json").read_text())
@@ -100,13 +103,16 @@ def read_outer(folder: Path) -> State | None:
         raise UserError(
             f"checkpoint.folder: {folder}/outer.json is damaged ({error}); remove {folder}"
         ) from error
+    expected = description.pop("sha256", None)
+    if not tensors:
+        return description, {}
     target = folder / "outer.safetensors"
     try:
         with open(target, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         sha256 = "nothing"
-    if sha256 != description.pop("sha256", None):
+    if sha256 != expected:
         raise UserError(
             f"checkpoint.folder: {target} does not match its hash; remove {folder} to go on from an older one"
         )

@@ -90,20 +90,28 @@ FAULT_TOLERANCE_MOVED: dict[str, Moved] = {
     "fault_tolerance.semi_sync_method": Moved("semi_sync.method", "str", only=("diloco", "local_sgd")),
     "fault_tolerance.sync_steps": Moved("semi_sync.sync_every", "int"),
     "fault_tolerance.group_size": Moved("semi_sync.num_islands", "int"),
+    "fault_tolerance.num_fragments": Moved("semi_sync.fragments", "int"),
+    "fault_tolerance.fragment_sync_delay": Moved("semi_sync.overlap", "int"),
     "fault_tolerance.replica_id": Moved("island.id", "int"),
     "fault_tolerance.process_group": Moved("transport.kind", "str", only=("gloo",)),
     "fault_tolerance.process_group_timeout_ms": Moved("transport.exchange_timeout_s", "int", divisor=1000),
 }
 """[fault_tolerance] -> ours, where `enable = true`."""
 
-_WHOLE = "parts of the model in turn are not supported yet"
 FAULT_TOLERANCE_RETIRED: dict[str, tuple[Any, str]] = {
     "fault_tolerance.min_replica_size": (1, "an exchange takes whoever is there; set it to 1 or remove it"),
-    "fault_tolerance.should_quantize": (False, "deltas travel in float32; set it to false or remove it"),
-    "fault_tolerance.fragment_sync_delay": (0, "exchanges are not overlapped yet; set it to 0 or remove it"),
-    "fault_tolerance.fragment_update_alpha": (0.0, "results are applied whole; set it to 0.0 or remove it"),
-    "fault_tolerance.num_fragments": (1, f"{_WHOLE}; set it to 1 or remove it"),
-    "fault_tolerance.module_fqns_per_model_fragment": ([], f"{_WHOLE}; set it to [] or remove it"),
+    "fault_tolerance.should_quantize": (
+        False,
+        'set it to false or remove it, and write semi_sync.codec.wire = "int8" instead',
+    ),
+    "fault_tolerance.fragment_update_alpha": (
+        0.0,
+        "set it to 0.0 or remove it, and write semi_sync.mix_alpha instead",
+    ),
+    "fault_tolerance.module_fqns_per_model_fragment": (
+        [],
+        "set it to [] or remove it, and write semi_sync.module_fqns_per_fragment instead",
+    ),
 }
 """The rest of it -> the value that says what happens anyway, and the remedy for any other."""
 

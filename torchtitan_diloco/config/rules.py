@@ -66,6 +66,21 @@ def _compiled(enable: bool, components: list[str]) -> bool:
 
 RULES: tuple[Rule, ...] = (
     _rule(
+        "semi_sync.fragments semi_sync.sync_every semi_sync.module_fqns_per_fragment",
+        lambda fragments, every, lists: lists is not None or fragments <= every,
+        "({0} fragments) must be at most semi_sync.sync_every ({1}), in which each is sent once",
+    ),
+    _rule(
+        "semi_sync.module_fqns_per_fragment semi_sync.sync_every",
+        lambda lists, every: lists is None or len(lists) <= every,
+        "has more lists than semi_sync.sync_every ({1}), in which each fragment is sent once",
+    ),
+    _rule(
+        "semi_sync.overlap semi_sync.sync_every",
+        lambda overlap, every: overlap < every,
+        "({0}) must be less than semi_sync.sync_every ({1}): a fragment is applied before it is sent again",
+    ),
+    _rule(
         "lr_scheduler.total_steps training.steps",
         lambda total, steps: total is None or total >= steps,
         "({0}) is less than training.steps ({1}): the learning rate would fall below its end value after step {0}; "

@@ -28,6 +28,7 @@ from torchtitan_diloco.outer.state import OuterState
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # what may have been lost is said again this often
+LINGER_S = 60.0  # how long a finished island stays for one that was lost and may be back soon
 REACH_S = 10.0  # how long the Lighthouse may take to answer at the start
 
 
@@ -75,6 +76,9 @@ class GlooTransport(Transport):
         self._offered: dict[int, float] = {}
         self._traffic: dict[int, int] = {}
         self._left = False
+        self._slot = 0
+        self._known: set[int] = set()  # islands that have been members
+        self._departed: set[int] = set()  # those of them that have said goodbye
         self._server: ControlServer | None = None
         self._members: Membership | None = None
 
@@ -120,6 +124,7 @@ class GlooTransport(Transport):
 
     def publish(self, state: OuterState) -> None:
         assert self._server is not None and self._members is not None
+        self._slot = state.slot
         self._server.publish(state)
         self._members.update(slot=state.slot, tokens_total=state.tokens_total)
 
@@ -160,6 +165,11 @@ class GlooTransport(Transport):
         return self._protocol.receive(sender, message)
 
     def _see(self, peers: list[Peer]) -> None:
+        self._known |= {p.island for p in peers if p.phase == "ready"}
+        present = {p.island: p.phase == "left" for p in peers}
+        self._departed = {i for i in self._departed if present.get(i, True)} | {
+            i for i, left in present.items() if left
+        }
         epoch = epoch_of(peers)
         if epoch is not None and (self._epoch is None or epoch.id != self._epoch.id):
             self._epoch = epoch
@@ -226,6 +236,21 @@ class GlooTransport(Transport):
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
+    def _linger(self) -> None:
+        """At the end of the run, stay for an island that has just been lost: it can only finish with this state."""
+        assert self._members is not None
+        deadline = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline and not self._stop.is_set():
+            view = {p.island: p for p in self._members.peers}
+            lost = self._known - self._departed - view.keys()
+            late = {i for i, p in view.items() if p.phase != "left" and p.slot < self._slot}
+            if not lost | late:
+                return
+            self._note(
+                Waiting(f"islands {sorted(lost | late)}", deadline - LINGER_S, "they have not finished")
+            )
+            time.sleep(0.1)
+
     def stop(self) -> None:
         self._stop.set()
 
@@ -234,6 +259,8 @@ class GlooTransport(Transport):
             return
         if self._members is not None:
             self._outbox.flush(PEER_TIMEOUT_S)
+            if reason == "done":
+                self._linger()
             self._members.close()
         self._left = True
         if self._server is not None:

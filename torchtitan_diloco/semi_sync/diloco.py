@@ -94,7 +94,9 @@ class DiLoCo(SemiSync):
                 return balanced(specs, config.fragments)
             return by_layer(specs, config.fragments, strided=config.fragment_by == "layer")
         except ValueError as error:
-            raise UserError(f"semi_sync.fragments = {config.fragments}: {error}") from error
+            explicit = config.module_fqns_per_fragment
+            setting = "module_fqns_per_fragment" if explicit else f"fragments = {config.fragments}"
+            raise UserError(f"semi_sync.{setting}: {error}") from error
 
     def make_optimizer(self) -> OuterSGD:
         outer = self.setup.config.outer
@@ -117,7 +119,7 @@ class DiLoCo(SemiSync):
     # ---- entering --------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> int:
-        if self._finished(step):
+        if step >= self.setup.steps and self.complete():
             return step
         anchors = [self.parameters.snapshot(fragment) for fragment in self.fragments]
         if self.group.is_gateway and self.outer is None:
@@ -132,10 +134,8 @@ class DiLoCo(SemiSync):
         # Stopped, or admitted, between a slot's last inner step and its outcome: the slot comes first.
         return self.exchange(step, at_once=True)
 
-    def _finished(self, step: int) -> bool:
-        """Whether the restored state is the end of the run, with nothing left to agree on."""
-        done = self.outer is not None and self.outer.slot >= self.clock.reached(self.setup.steps)
-        return bool(self.group.tell(done and step >= self.setup.steps))
+    def complete(self) -> bool:
+        return not self.flights and self.next_slot >= self.clock.reached(self.setup.steps)
 
     def _enter(self, step: int) -> Joined:
         assert self.outer is not None
@@ -185,9 +185,14 @@ class DiLoCo(SemiSync):
         self.next_slot = max(self.next_slot, slot)
         if position is not None and changed:
             self.setup.set_position(position)
-        for heal in joined.heals:
+        if joined.heals:
+            # Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal.
             self.setup.trace.event(
-                "heal", source=heal.source, bytes=heal.bytes, seconds=heal.seconds, version=heal.version
+                "heal",
+                source=joined.heals[-1].source,
+                bytes=sum(heal.bytes for heal in joined.heals),
+                seconds=sum(heal.seconds for heal in joined.heals),
+                version=joined.heals[-1].version,
             )
         return joined.step if changed else step
 
@@ -378,6 +383,7 @@ class DiLoCo(SemiSync):
             self.outer = OuterState.found(self.fragments, self.optimizer, blank)
             self.outer.restore(description["outer"], tensors)
             self.wire.restore(tensors)
+        self.next_slot = int(description["outer"]["slot"])
 
     def leave(self, reason: str) -> None:
         if self.transport is not None:

@@ -65,6 +65,10 @@ class SemiSync(ABC):
     def pause(self) -> None:  # noqa: B027 - most methods have nothing under way between inner steps
         """Settle whatever is under way, since the island is about to save and stop."""
 
+    def complete(self) -> bool:
+        """Whether nothing is left to exchange once all inner steps of the run are done. The same on all ranks."""
+        return True
+
     @abstractmethod
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What a checkpoint must hold beside the trainer's state: JSON and flat tensors (on the gateway; else empty)."""

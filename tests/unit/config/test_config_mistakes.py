@@ -28,6 +28,19 @@ ONE_MISTAKE = {
         "[semi_sync.outer]\nmomentun = 0.5",
         "FILE:2: semi_sync.outer.momentun: unknown key; did you mean semi_sync.outer.momentum?",
     ),
+    "more fragments than steps": (
+        "[semi_sync]\nfragments = 9\nsync_every = 8",
+        "FILE:2: semi_sync.fragments: (9 fragments) must be at most semi_sync.sync_every (8), in which each is sent once",
+    ),
+    "overlap as long as the window": (
+        "[semi_sync]\nsync_every = 8\noverlap = 8",
+        "FILE:3: semi_sync.overlap: (8) must be less than semi_sync.sync_every (8): a fragment is applied before it is sent "
+        "again",
+    ),
+    "mixing without the anchor": (
+        "[semi_sync]\nmix_alpha = 1.0",
+        "FILE:2: semi_sync.mix_alpha: must be at least 0 and less than 1, got 1.0",
+    ),
     "hyphen for underscore": (
         "[training]\nlocal-batch-size = 4",
         "FILE:2: training.local-batch-size: unknown key; did you mean training.local_batch_size?",

@@ -173,7 +173,7 @@ sync_every = "64"
 [fault_tolerance]
 enable = true
 semi_sync_method = "diloco"
-fragment_sync_delay = 3
+fragment_update_alpha = 0.5
 """
 
 
@@ -188,7 +188,7 @@ def test_fr_22_a_wrong_key_is_an_error_with_key_section_and_the_nearest_name(tmp
         f"{file}:5: training.sync_every: unknown key; did you mean semi_sync.sync_every?",
         f"{file}:8: experimental.custom_import: gone in TorchTitan 0.3: remove it; a package adds methods",
         f'{file}:11: semi_sync.sync_every: must be an integer, got a string ("64"); write 64 without quotes',
-        f"{file}:16: fault_tolerance.fragment_sync_delay: exchanges are not overlapped yet; set it to 0",
+        f"{file}:16: fault_tolerance.fragment_update_alpha: set it to 0.0 or remove it",
         "command line: semi_sync.sync_step: unknown key; did you mean semi_sync.sync_every?",
     ]
     assert len(caught.value.problems) == len(wanted), caught.value.problems

@@ -115,8 +115,8 @@ def founded(lighthouse: LighthouseConfig, count: int) -> list[Gateway]:
     return gateways
 
 
-def leave(*gateways: Gateway) -> None:
-    together(*(partial(gateway.transport.leave, "done") for gateway in gateways))
+def leave(*gateways: Gateway, reason: str = "drain") -> None:
+    together(*(partial(gateway.transport.leave, reason) for gateway in gateways))
 
 
 def test_islands_with_equal_weights_found_without_a_heal_and_commit_the_same_bits(
@@ -192,6 +192,36 @@ def test_a_peer_that_dies_while_others_wait_for_its_header_is_left_out(lighthous
         time.monotonic() - began < 5.0
     )  # heartbeat time-out 1 s + join time-out 0.3 s, not the exchange's 10 s
     leave(a, c)
+
+
+def test_a_finished_island_stays_for_one_that_was_lost_until_it_has_the_final_state(
+    lighthouse: LighthouseConfig,
+) -> None:
+    a, b = founded(lighthouse, 2)
+    b.crash()
+    time.sleep(2.0)  # past the heartbeat time-out
+    a.offer(1.0)
+    assert a.settle().participants == (0,)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(a.transport.leave, "done")
+        time.sleep(1.0)
+        assert not leaving.done()
+        again = Gateway(lighthouse, 1, value=5.0)
+        again.join(2)
+        assert again.state.describe() == a.state.describe()
+        again.transport.leave("done")
+        leaving.result(timeout=10)
+
+
+def test_finished_islands_do_not_wait_for_one_another(lighthouse: LighthouseConfig) -> None:
+    a, b = founded(lighthouse, 2)
+    a.offer(1.0)
+    b.offer(1.0)
+    a.settle()
+    b.settle()
+    began = time.monotonic()
+    leave(a, b, reason="done")
+    assert time.monotonic() - began < 5.0
 
 
 def test_an_island_that_leaves_is_waited_for_by_nobody(lighthouse: LighthouseConfig) -> None:

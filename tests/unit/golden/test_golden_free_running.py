@@ -17,6 +17,7 @@ from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.outer.fragments import Fragment, TensorSpec
+from torchtitan_diloco.outer.merge import Contribution, Weight, mean
 from torchtitan_diloco.semi_sync import Setup, make_method
 from torchtitan_diloco.semi_sync.diloco import DiLoCo, Flight
 
@@ -63,6 +64,41 @@ class Float64Parameters:
             held.copy_(alpha * held + (1 - alpha) * values)
 
 
+class Float64Plan:
+    """In place of a codec's plan: deltas travel as they are."""
+
+    dtype = torch.float64
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+    def decode_scaled(self, payload: torch.Tensor, share: float, out: torch.Tensor) -> None:
+        torch.mul(payload, share, out=out)
+
+    def decode_add(self, payload: torch.Tensor, share: float, out: torch.Tensor) -> None:
+        out += payload * share
+
+
+class Float64Wire:
+    """In place of Wire, whose codecs know float32 only; the merge is the production one."""
+
+    def __init__(self, fragments: Sequence[Fragment], weight: Weight) -> None:
+        self.plans = [Float64Plan(fragment.numel) for fragment in fragments]
+        self.weight = weight
+
+    def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
+        return delta
+
+    def settle(self, fragment: int, counted: bool) -> None:
+        pass
+
+    def reset(self, fragment: int) -> None:
+        pass
+
+    def merge(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
+        return mean(contributions, self.weight, self.plans[fragment])  # type: ignore[arg-type]
+
+
 def train_ours(folder: Path, case: Case, plans: Sequence[Plan]) -> tuple[Anchors, list[np.ndarray]]:
     """Anchors, and each island's positions in the flat weights by fragment, of islands that run the production method."""
     turns = Turns(MemoryNet())
@@ -82,6 +118,7 @@ def train_ours(folder: Path, case: Case, plans: Sequence[Plan]) -> tuple[Anchors
             make_transport=partial(TurnsTransport, net=turns.net, turns=turns),
         )
         method = make_method(setup)
+        method.wire = Float64Wire(method.fragments, setup.config.merge.weight)
         assert isinstance(method, DiLoCo)
         methods.append(method)
         method.join(0)

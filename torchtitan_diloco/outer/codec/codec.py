@@ -91,6 +91,7 @@ class Plan:
             cached_values = CACHED_VALUES if device.type == "cpu" else LAUNCHED_VALUES
         self.codec = codec
         self.numel = numel
+        self.dtype = torch.float32
         self.nbytes = codec.nbytes(numel)
         size = max(1, cached_values // codec.unit) * codec.unit
         tail = -(-(numel % size) // codec.unit) * codec.unit
