@@ -19,8 +19,9 @@ class GlooBulk:
     """All-gathers one flat buffer among the members of an attempt.
 
     Each fragment has a lane of its own, so that several slots move at once. A lane keeps its group for as long as the epoch
-    lasts and all its members take part; a slot from which some are left out gets a group for itself. All members apply this
-    rule alike. The store is served by the lowest member; no prefix is ever used twice (a race in gloo's rendezvous).
+    lasts, all its members take part and no slot on it has ``failed``; a slot from which some are left out gets a group for
+    itself. All members apply this rule alike. The store is served by the lowest member; no prefix is ever used twice (a
+    race in gloo's rendezvous, and what a broken group has left there).
     """
 
     def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
@@ -30,7 +31,8 @@ class GlooBulk:
         self._options = AllgatherOptions
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
-        self._kept: dict[int, tuple[str, Any]] = {}  # lane -> (epoch, group)
+        self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
+        self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
         # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
         listener = bind(host, 0)
         port = listener.getsockname()[1]
@@ -58,11 +60,12 @@ class GlooBulk:
             return {me.island: payload}
         slot, epoch = attempt
         kept = self._kept.pop(lane, None) if whole else None
-        if kept is not None and kept[0] == epoch:
-            group = kept[1]
+        self._latest[lane] = attempt
+        if kept is not None and kept[1] == epoch:
+            group = kept[2]
         else:
             group = self._group_class(timeout=self._timeout)
-            prefix = f"{store}/{epoch}/{f'lane-{lane}' if whole else f'slot-{slot}'}"
+            prefix = f"{store}/{epoch}/slot-{slot}"
             group.configure(prefix, f"island_{me.island}", members.index(me), len(members))
         gathered = [payload if m == me else torch.empty_like(payload) for m in members]
         scratch = torch.empty_like(payload[:CHUNK])
@@ -79,9 +82,13 @@ class GlooBulk:
                 under_way.popleft().wait()
         for work in under_way:
             work.wait()
-        if whole:
-            self._kept[lane] = (epoch, group)
+        if whole and self._latest[lane] == attempt:  # else given up long ago, and another has the lane
+            self._kept[lane] = (slot, epoch, group)
         return {m.island: g for m, g in zip(members, gathered, strict=True)}
+
+    def failed(self, slot: int) -> None:
+        """The slot will not commit: to some members its group may be broken, so nobody uses it again."""
+        self._kept = {lane: kept for lane, kept in self._kept.items() if kept[0] != slot}
 
     def close(self) -> None:
         self._kept = {}

@@ -211,6 +211,8 @@ class GlooTransport(Transport):
             self._members.renew()
         elif isinstance(effect, Finished):
             self._waiting = None
+            if effect.outcome.status in ("failed", "withdrawn"):
+                self._bulk.failed(effect.outcome.slot)
             self._finished(effect.outcome)
 
     def _gather(self, bulk: Bulk) -> None:
