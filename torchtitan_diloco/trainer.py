@@ -21,6 +21,8 @@ from torchtitan.trainer import Trainer
 from torchtitan_diloco import cpu, semi_sync
 from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, SemiSyncConfig, TransportConfig
+from torchtitan_diloco.data.ledger import Ledger
+from torchtitan_diloco.data.loader import CorpusDataLoader
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange import make_transport
 from torchtitan_diloco.island.drain import DrainFlag
@@ -103,8 +105,8 @@ class DiLoCoTrainer(Trainer):
             drain=self.drain,
             make_transport=partial(make_transport, config.island, config.lighthouse, config.transport),
             settings=config.agreement,
-            position=lambda: int(getattr(self.dataloader, "position", 0)),
-            set_position=self._set_position,
+            feed=self.dataloader if isinstance(self.dataloader, CorpusDataLoader) else None,
+            ledger=Ledger(folder, config.island.id) if self._keeps_ledger() else None,
             dump_sends=folder / "sends" if config.dump_sends else None,
         )
 
@@ -157,9 +159,12 @@ class DiLoCoTrainer(Trainer):
 
     # ---- their parts -----------------------------------------------------------------------------------------------
 
-    def _set_position(self, position: int) -> None:
-        if hasattr(self.dataloader, "position"):
-            self.dataloader.position = position
+    def _keeps_ledger(self) -> bool:
+        return (
+            self.group.is_gateway
+            and isinstance(self.dataloader, CorpusDataLoader)
+            and self.config.semi_sync.method != "none"
+        )
 
     def _set_progress(self, step: int) -> None:
         """Go on at ``step`` of run progress: step count and learning rate are the run's, not this island's own."""

@@ -86,7 +86,9 @@ def assert_answers_agree(mine: list[float], theirs: list[float], variant: str) -
     """Logits that differ in the order of sums only; measured against the largest, since random weights make them large."""
     precision = 2e-2 if variant == "bfloat16" else 1e-5
     expected = torch.tensor(theirs)
-    torch.testing.assert_close(torch.tensor(mine), expected, rtol=0, atol=precision * float(expected.abs().max()))
+    torch.testing.assert_close(
+        torch.tensor(mine), expected, rtol=0, atol=precision * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("method", ["none", "diloco"])

@@ -17,13 +17,20 @@ def parse(tmp_path, monkeypatch):
 
 def test_the_registry_holds_every_shipped_file():
     shipped = {path.stem for path in config_registry.CONFIGS.glob("*.toml")}
-    train_configs = {path.stem for path in (config_registry.CONFIGS.parents[2] / "train_configs").glob("*.toml")}
+    train_configs = {
+        path.stem for path in (config_registry.CONFIGS.parents[2] / "train_configs").glob("*.toml")
+    }
     assert shipped == train_configs == {"quickstart", "llama3_8b"}
     assert all(callable(getattr(config_registry, name)) for name in shipped)
 
 
 def test_flags_apply_on_top_of_the_shipped_file_and_what_derives_from_them_follows(parse):
-    flags = {"--island.id": "2", "--semi_sync.num_islands": "3", "--semi_sync.sync_every": "7", "--training.steps": "9"}
+    flags = {
+        "--island.id": "2",
+        "--semi_sync.num_islands": "3",
+        "--semi_sync.sync_every": "7",
+        "--training.steps": "9",
+    }
     config = parse("--config", "quickstart", *[word for flag in flags.items() for word in flag])
     shipped = load_config(config_registry.CONFIGS / "quickstart.toml").config
     assert isinstance(config, DiLoCoTrainer.Config)

@@ -1,5 +1,6 @@
-"""``torchtitan-diloco data``: prepare, verify and inspect corpora."""
+"""``torchtitan-diloco data``: prepare, verify and inspect corpora, and audit what a run did with them."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from torchtitan_diloco.data.prepare import Manifest, Progress, Settings, load_manifest, prepare, verify
+from torchtitan_diloco.data.run_audit import audit_run, describe
 from torchtitan_diloco.errors import UserError
 
 _FLAGS = Settings(input="--input", output="--output", tokenizer="--tokenizer", seq_len="--seq-len")
@@ -76,10 +78,30 @@ class Inspect:
         print(_summary(self.path, load_manifest(self.path, setting="DIR")))
 
 
+@dataclass(slots=True)
+class Audit:
+    """Show what became of every sample of a run: consumed once, lost, repeated, deferred; per source and epoch.
+
+    Exits with 1 when a sample was consumed twice, or the ledgers contradict themselves.
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folder of the run; several, when its islands lie on several file systems."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    def run(self) -> int:
+        """The exit code."""
+        report = audit_run(self.runs)
+        print(json.dumps(report.to_json(), indent=1) if self.json else describe(report))
+        return 0 if report.ok else 1
+
+
 Command = (
     Annotated[Prepare, tyro.conf.subcommand("prepare")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
 )
 
 
@@ -87,11 +109,10 @@ def main(argv: list[str]) -> int:
     """Runs ``data`` with the arguments after it; returns the exit code."""
     command = tyro.cli(Command, prog="torchtitan-diloco data", description=__doc__, args=argv)
     try:
-        command.run()
+        return command.run() or 0
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
 
 
 def _summary(path: Path, manifest: Manifest) -> str:

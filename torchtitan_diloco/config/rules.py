@@ -86,6 +86,7 @@ RANGES: dict[str, Range] = {
     "debug.seed": AT_LEAST_0,
     "debug.pace_step_seconds": AT_LEAST_0,
     "data.seed": AT_LEAST_0,
+    "data.shards": AT_LEAST_1,
     "island.id": AT_LEAST_0,
     "island.port": Range(lambda v: 0 <= v <= 65535, "from 0 to 65535"),
     "lighthouse.address": HTTP,

@@ -34,5 +34,9 @@ class SlotClock:
         """The number of the first slot an island at ``step`` still has to attempt."""
         return step * self.fragments // self.sync_every
 
+    def due(self, slot: int) -> int:
+        """The step at which a slot is due."""
+        return min(self.steps, -(-(slot + 1) * self.sync_every // self.fragments))
+
     def fragment_of(self, slot: int) -> int:
         return slot % self.fragments

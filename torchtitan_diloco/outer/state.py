@@ -9,8 +9,9 @@ import torch
 from torchtitan_diloco.outer.digest import digest, link
 from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.optimizer import OuterSGD
+from torchtitan_diloco.outer.shares import Holds
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,11 @@ class FragmentState:
 
 @dataclass(slots=True)
 class OuterState:
-    """What all islands share. ``slot`` is the next slot to attempt; ``positions`` are consumed samples by island."""
+    """What all islands share.
+
+    slot: the next to attempt. positions: how far each stream was read (see ``shares``) as of the last committed slot.
+    members: the islands of that slot with the shards they hold (None: not known yet, only before the first one).
+    """
 
     fragments: Sequence[Fragment]
     optimizer: OuterSGD
@@ -33,14 +38,25 @@ class OuterState:
     slot: int = 0
     lineage: str = ""
     tokens_total: int = 0
-    positions: dict[int, int] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    members: dict[int, Holds | None] = field(default_factory=dict)
 
     @classmethod
     def found(
-        cls, fragments: Sequence[Fragment], optimizer: OuterSGD, anchors: Sequence[torch.Tensor]
+        cls,
+        fragments: Sequence[Fragment],
+        optimizer: OuterSGD,
+        anchors: Sequence[torch.Tensor],
+        islands: int = 1,
     ) -> "OuterState":
-        """A run's first state, version 0 of every fragment."""
-        return cls(fragments, optimizer, [FragmentState(a, None, 0, digest(a)) for a in anchors])
+        """A run's first state, version 0 of every fragment, with ``islands`` founding islands."""
+        states = [FragmentState(a, None, 0, digest(a)) for a in anchors]
+        return cls(fragments, optimizer, states, members=dict.fromkeys(range(islands)))
+
+    @property
+    def turn(self) -> int:
+        """Committed slots so far."""
+        return sum(state.version for state in self.states)
 
     def commit(
         self,
@@ -49,16 +65,21 @@ class OuterState:
         merged: torch.Tensor,
         participants: list[int],
         tokens: int,
-        positions: Mapping[int, int],
+        positions: Mapping[str, int],
+        members: Mapping[int, Holds],
     ) -> FragmentState:
-        """Take the outer step of a committed slot: a new anchor version. merged: 1-D, the fragment's length."""
+        """Take the outer step of a committed slot: a new anchor version. merged: 1-D, the fragment's length.
+
+        positions: of the streams that were read. members: everybody who takes the result, with what they hold.
+        """
         old = self.states[fragment]
         anchor, momentum = self.optimizer.step(old.anchor, merged, old.momentum)
         new = FragmentState(anchor, momentum, old.version + 1, digest(anchor))
         self.states[fragment] = new
         self.lineage = link(self.lineage, slot, fragment, new.digest, participants)
         self.tokens_total += tokens
-        self.positions.update(positions)
+        self.positions |= positions
+        self.members = dict(members)
         self.slot = slot + 1
         return new
 
@@ -68,7 +89,9 @@ class OuterState:
 
     def copy(self) -> "OuterState":
         """A consistent view at this moment that later commits do not touch (tensors are shared, not copied)."""
-        return replace(self, states=list(self.states), positions=dict(self.positions))
+        return replace(
+            self, states=list(self.states), positions=dict(self.positions), members=dict(self.members)
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name: ``anchor.<fragment>`` and, where kept, ``momentum.<fragment>``."""
@@ -83,7 +106,11 @@ class OuterState:
             "slot": self.slot,
             "lineage": self.lineage,
             "tokens_total": self.tokens_total,
-            "positions": {str(k): v for k, v in self.positions.items()},
+            "positions": dict(sorted(self.positions.items())),
+            "members": {
+                str(island): None if holds is None else dict(holds)
+                for island, holds in sorted(self.members.items())
+            },
             "fragments": [{"version": s.version, "digest": s.digest} for s in self.states],
         }
 
@@ -109,8 +136,12 @@ class OuterState:
             if self.optimizer.keeps_momentum and momentum is None and entry["version"] > 0:
                 raise ValueError(f"momentum of fragment {i} is missing")
             states.append(FragmentState(anchor, momentum, int(entry["version"]), str(entry["digest"])))
-        self.states = states
+        positions = {str(name): int(position) for name, position in description["positions"].items()}
+        members: dict[int, Holds | None] = {
+            int(island): None if holds is None else {str(k): str(v) for k, v in holds.items()}
+            for island, holds in description["members"].items()
+        }
+        self.states, self.positions, self.members = states, positions, members
         self.slot = int(description["slot"])
         self.lineage = str(description["lineage"])
         self.tokens_total = int(description["tokens_total"])
-        self.positions = {int(k): int(v) for k, v in description["positions"].items()}

@@ -27,6 +27,7 @@ from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
+from torchtitan_diloco.semi_sync.share import DataShare
 from torchtitan_diloco.semi_sync.waiting import in_background, wait_for
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,14 @@ class DiLoCo(SemiSync):
         self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments))
         self.optimizer = self.make_optimizer()
         self.merge = self.make_merge()
+        self.withdrawn = False  # the last slot was given up, since the island is to stop
         self.steps = 0  # inner steps, and tokens, since the last applied slot
         self.tokens = 0
         self.outer: OuterState | None = None  # on the gateway
         self.transport: Transport | None = None  # on the gateway
+        self.finite = True  # the delta of the slot in flight; on the gateway
         self.open: tuple[int, float] | None = None  # the slot in flight, and when it began
+        self.data = DataShare(setup.feed, setup.ledger, setup.group, setup.island)
 
     def make_optimizer(self) -> OuterSGD:
         outer = self.setup.config.outer
@@ -69,14 +73,13 @@ class DiLoCo(SemiSync):
         future: Future[Joined] | None = None
         if self.group.is_gateway:
             if self.outer is None:
-                self.outer = OuterState.found(
-                    self.fragments, self.optimizer, [a for a in anchors if a is not None]
-                )
+                self.outer = self._found([a for a in anchors if a is not None])
             future = in_background(self._enter, step)
         joined = self._await_state(future)
         if joined.heals:
             step = joined.step
             self._adopt(joined.heals)
+        self.data.enter(self.outer, joined.present, healed=bool(joined.heals))
         self.setup.trace.step = step
         slot = self.group.tell(self.outer.slot if self.outer else None)
         self.setup.trace.event("join", slot=slot)
@@ -85,7 +88,10 @@ class DiLoCo(SemiSync):
         reached = self.clock.slot_after(step)
         due = self.clock.first_slot_from(step) - 1 if reached is None else reached
         # Stopped, or admitted, between a slot's last inner step and its outcome: the slot comes first.
-        return self.exchange(due, step) if slot <= due else step
+        return self.exchange(due, step) if slot <= due else self._sit_out(step)
+
+    def _found(self, anchors: list[torch.Tensor]) -> OuterState:
+        return OuterState.found(self.fragments, self.optimizer, anchors, self.setup.config.num_islands)
 
     def _finished(self, step: int) -> bool:
         """Whether the restored state is the end of the run, with nothing left to agree on."""
@@ -129,9 +135,6 @@ class DiLoCo(SemiSync):
         for i, fragment in enumerate(self.fragments):
             self.parameters.scatter(fragment, self.outer.states[i].anchor if self.outer else None)
         self.steps = self.tokens = 0
-        position = self.group.tell(self.outer.positions.get(self.setup.island) if self.outer else None)
-        if position is not None:
-            self.setup.set_position(position)
         for heal in heals:
             self.setup.trace.event(
                 "heal", source=heal.source, bytes=heal.bytes, seconds=heal.seconds, version=heal.version
@@ -147,17 +150,31 @@ class DiLoCo(SemiSync):
         """Account for an inner step; the slot that is due after it, if one is."""
         self.steps += 1
         self.tokens += tokens
+        self.data.stepped(self.outer)
         if self.transport:
             self.transport.progress(step)
         return self.clock.slot_after(step)
 
     def exchange(self, slot: int, step: int) -> int:
         """One whole slot, due at ``step``; training waits for it. Returns the step to go on from."""
+        return self._sit_out(self._attempt(slot, step))
+
+    def _attempt(self, slot: int, step: int) -> int:
         self.send(slot)
         outcome: Outcome = self._wait(
             self.poll, lambda: self.transport.withdraw() if self.transport else None
         )
+        self.withdrawn = outcome.status == "withdrawn"
         return self.settle(outcome, step)
+
+    def _sit_out(self, step: int) -> int:
+        """Without data to read, the island only listens, from slot to slot, until a committed one gives it some."""
+        while self.data.idle and step < self.setup.steps and not self.withdrawn:
+            slot = self.clock.first_slot_from(step)
+            step = self._attempt(slot, self.clock.due(slot))
+            if self.transport:
+                self.transport.progress(step)
+        return step
 
     def send(self, slot: int) -> None:
         """Snapshot the due fragment and offer its delta."""
@@ -173,6 +190,7 @@ class DiLoCo(SemiSync):
             self._dump(f"slot-{slot:06d}", [local])
         state = self.outer.states[index]
         delta = pseudo_gradient(fragment, state.anchor, local)
+        self.finite = is_finite(delta)
         header = Header(
             island=self.setup.island,
             slot=slot,
@@ -183,8 +201,8 @@ class DiLoCo(SemiSync):
             tokens_total=self.outer.tokens_total,
             steps=self.steps,
             tokens=self.tokens,
-            finite=is_finite(delta),
-            positions=self.setup.position(),
+            finite=self.finite,
+            **self.data.header(self.outer),
         )
         self.transport.offer(header, delta)
 
@@ -198,9 +216,17 @@ class DiLoCo(SemiSync):
             assert outcome.merged is not None
             index = self.clock.fragment_of(outcome.slot)
             participants = list(outcome.participants)
+            before = self.outer.copy()
             self.outer.commit(
-                outcome.slot, index, outcome.merged, participants, outcome.tokens, outcome.positions
+                outcome.slot,
+                index,
+                outcome.merged,
+                participants,
+                outcome.tokens,
+                outcome.advanced,
+                outcome.members,
             )
+            self.data.committed(before, self.outer, outcome)
         elif outcome.status == "failed":
             self.outer.fail(outcome.slot)
         self.transport.publish(self.outer)
@@ -220,6 +246,15 @@ class DiLoCo(SemiSync):
             joined = self._await_state(future)
             step = joined.step
             self._adopt(joined.heals)
+            self.data.enter(self.outer, joined.present, healed=True)
+        elif outcome.status == "failed" and not self.group.tell(self.finite):
+            # Only non-finite state is thrown away: kept, it would fail every slot to come.
+            self.parameters.scatter(
+                self.fragments[index], self.outer.states[index].anchor if self.outer else None
+            )
+            self.steps = self.tokens = 0
+            self.data.discard(self.outer)
+        self.data.settle(self.outer, outcome)
         if outcome.status != "withdrawn":
             self._trace_round(outcome, index, time.monotonic() - self.open[1])
         self.open = None
@@ -271,6 +306,7 @@ class DiLoCo(SemiSync):
         if self.outer is None:
             return {}, {}
         own = {"steps": self.steps, "tokens": self.tokens, "layout": fingerprint(self.fragments)}
+        own |= self.data.state()
         return {"outer": self.outer.describe(), "own": own}, self.outer.tensors()
 
     def restore(self, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -278,9 +314,10 @@ class DiLoCo(SemiSync):
         if own["layout"] != fingerprint(self.fragments):
             raise ValueError("the checkpoint's outer state belongs to a model with other parameters")
         self.steps, self.tokens = int(own["steps"]), int(own["tokens"])
+        self.data.restore(own)
         if self.group.is_gateway:
             blank = [torch.empty(0, dtype=torch.float32) for _ in self.fragments]
-            self.outer = OuterState.found(self.fragments, self.optimizer, blank)
+            self.outer = self._found(blank)
             self.outer.restore(description["outer"], tensors)
 
     def leave(self, reason: str) -> None:

@@ -44,7 +44,8 @@ class Actor:
         )
         header = Header(
             self.island, self.state.slot, 0, anchor.version, anchor.digest, self.state.lineage,
-            self.state.tokens_total, self.steps, self.steps * 10, True, self.state.slot,
+            self.state.tokens_total, self.steps, self.steps * 10, True,
+            {f"a/{self.island}": self.state.slot + 1}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
         self.busy = True
         self.transport.offer(header, anchor.anchor - noise)
@@ -61,8 +62,9 @@ class Actor:
             assert outcome.merged is not None
             before = self.state.states[0].version
             new = self.state.commit(
-                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens, outcome.positions
-            )
+                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens,
+                outcome.advanced, outcome.members,
+            )  # fmt: skip
             assert new.version == before + 1
             self.steps = 0
             self.sim.note(self)
