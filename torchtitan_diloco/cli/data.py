@@ -21,11 +21,11 @@ _FLAGS = Settings(input="--input", output="--output", tokenizer="--tokenizer", s
 class Prepare:
     """Tokenise and pack text into a corpus folder.
 
-    Text files hold documents separated by blank lines, JSONL files one document a line.
+    Text files hold documents separated by blank lines, JSONL files one document a line, tables one a row.
     """
 
     input: tuple[str, ...]
-    """Text or JSONL files, .gz allowed, in this order; or bundled:kjv."""
+    """Text, JSONL (.gz allowed) or Parquet files, folders of Hugging Face datasets, in this order; or bundled:kjv."""
     tokenizer: str
     """Folder of a Hugging Face tokenizer; or bundled:bpe2048."""
     seq_len: int
@@ -33,7 +33,9 @@ class Prepare:
     output: Path
     """Folder to make."""
     text_key: str = "text"
-    """Key of the text in JSONL files."""
+    """Key of the text in JSONL files, column of it in tables."""
+    jobs: int | None = None
+    """Processes that tokenise; by default one per core. After a kill, the same command goes on where it was."""
 
     def run(self) -> None:
         """Prepares and shows a summary."""
@@ -46,6 +48,7 @@ class Prepare:
                 text_key=self.text_key,
                 progress=progress,
                 settings=_FLAGS,
+                jobs=self.jobs,
             )
         print(_summary(self.output, manifest))
 
