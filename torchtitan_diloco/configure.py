@@ -20,7 +20,7 @@ def trainer_config(resolved: Resolved) -> Any:
     from torchtitan_diloco.config.translate import model_spec
     from torchtitan_diloco.config.translate import trainer_config as translate
     from torchtitan_diloco.data.loader import CorpusDataLoader
-    from torchtitan_diloco.data.samples import open_samples
+    from torchtitan_diloco.data.samples import source_digest
     from torchtitan_diloco.island.metrics import IslandMetrics
     from torchtitan_diloco.trainer import DiLoCoTrainer
 
@@ -30,7 +30,7 @@ def trainer_config(resolved: Resolved) -> Any:
     replaced: dict[str, Any] = {"model_spec": spec}
     if config.data.sources:
         folder = tokenizer_folder(config.model.hf_assets_path)
-        digests = [open_samples(s, folder, config.training.seq_len).digest for s in config.data.sources]
+        digests = [source_digest(s, folder, config.training.seq_len) for s in config.data.sources]
         shared["data.shards"], shared["data.shared"] = config.data.shards, config.data.shared
         shared["data manifests"] = sorted(digests) if config.data.shared else []
         replaced["dataloader"] = CorpusDataLoader.Config(

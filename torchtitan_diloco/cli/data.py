@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_diloco.data.megatron import check_megatron, is_megatron, read_index
 from torchtitan_diloco.data.prepare import Manifest, Progress, Settings, load_manifest, prepare, verify
 from torchtitan_diloco.data.run_audit import audit_run, describe
 from torchtitan_diloco.errors import UserError
@@ -58,10 +59,16 @@ class Verify:
     """Read every byte of a corpus and compare it with its manifest."""
 
     path: tyro.conf.Positional[Path]
-    """Corpus folder."""
+    """Corpus folder, or the .bin of a Megatron corpus."""
 
     def run(self) -> None:
         """Raises UserError when something is missing or changed."""
+        if is_megatron(self.path):
+            index = check_megatron(self.path, setting="DIR")
+            print(
+                f"{self.path}: {len(index.lengths)} sequences, {index.tokens} tokens, index and tokens agree"
+            )
+            return
         manifest = verify(self.path, setting="DIR")
         size = sum(record.bytes for record in manifest.files)
         print(
@@ -74,10 +81,17 @@ class Inspect:
     """Show what a corpus holds."""
 
     path: tyro.conf.Positional[Path]
-    """Corpus folder."""
+    """Corpus folder, or the .bin of a Megatron corpus."""
 
     def run(self) -> None:
-        """Reads the manifest only."""
+        """Reads the manifest, or the head of a Megatron index, only."""
+        if is_megatron(self.path):
+            index = read_index(self.path.with_suffix(".idx"), setting="DIR")
+            print(
+                f"{self.path}: Megatron corpus, {len(index.documents) - 1} documents in {len(index.lengths)} sequences, "
+                f"{index.tokens} tokens ({index.dtype.name})"
+            )
+            return
         print(_summary(self.path, load_manifest(self.path, setting="DIR")))
 
 

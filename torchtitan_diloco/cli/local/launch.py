@@ -38,15 +38,13 @@ class Request:
 
 def prepare_data(config: RunConfig) -> DataIdentity:
     """Prepare every source that is not there yet, once, before islands could race for it. Raises UserError."""
-    from torchtitan_diloco.data.manifest import load_manifest
-    from torchtitan_diloco.data.prepare import ensure_prepared
+    from torchtitan_diloco.data.samples import source_digest
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
-    for source in config.data.sources:
-        ensure_prepared(
-            source.path, source.prepare_from, config.model.hf_assets_path, config.training.seq_len
-        )
-    manifests = [load_manifest(source.path).digest for source in config.data.sources]
+    manifests = [
+        source_digest(source, config.model.hf_assets_path, config.training.seq_len)
+        for source in config.data.sources
+    ]
     return DataIdentity(manifests=manifests, tokenizer=tokenizer)
 
 
