@@ -1,7 +1,7 @@
 """Checks a corpus byte by byte on its first use, and remembers that it did, for as long as sizes and times stay.
 
-The memory is a small file per corpus in ``$XDG_CACHE_HOME/torchtitan_diloco`` (``~/.cache`` by default), not beside the corpus:
-a copy made with its times kept is checked again where it arrives.
+The memory is a small file per corpus in ``$XDG_CACHE_HOME/torchtitan_diloco`` (``~/.cache`` by default), not beside the
+corpus: a copy made with its times kept is checked again where it arrives.
 """
 
 import hashlib
