@@ -36,7 +36,7 @@ def is_megatron(path: str | Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Contents of an .idx: tokens and begin in bytes of each sequence [S], and the first sequence of each document [D + 1]."""
+    """Contents of an .idx: length and begin (bytes) of each sequence [S], and first sequence of each document [D + 1]."""
 
     dtype: np.dtype[np.generic]
     lengths: npt.NDArray[np.int32]
