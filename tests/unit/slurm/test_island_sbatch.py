@@ -8,22 +8,34 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "slurm" / "island.sbatch"
-JOB = {"SLURM_JOB_ID": "40123", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+JOB = {
+    "SLURM_JOB_ID": "40123",
+    "SLURM_JOB_NODELIST": "n[7-8]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "4",
+}
 
 
-def run(tmp_path: Path, *arguments: str, hosts: str = "n7\\nn8", **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, *arguments: str, hosts: str = "n7\\nn8", **environment: str
+) -> subprocess.CompletedProcess[str]:
     for name, body in {"scontrol": f'printf "{hosts}"', "srun": 'echo "$SRUN_CPUS_PER_TASK|$*"'}.items():
         stub = tmp_path / name
         stub.write_text(f"#!/bin/bash\n{body}\n")
         stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
     path = f"{tmp_path}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], env={"PATH": path, **JOB, **environment}, capture_output=True, text=True
+        ["bash", str(SCRIPT), *arguments],
+        env={"PATH": path, **JOB, **environment},
+        capture_output=True,
+        text=True,
     )
 
 
 def test_it_starts_one_torchrun_a_node_on_the_first_node_of_the_job(tmp_path: Path) -> None:
-    ran = run(tmp_path, "a b.toml", "3", "http://hub:29510", "--training.steps", "5", SLURM_CPUS_PER_TASK="12")
+    ran = run(
+        tmp_path, "a b.toml", "3", "http://hub:29510", "--training.steps", "5", SLURM_CPUS_PER_TASK="12"
+    )
     assert ran.returncode == 0, ran.stderr
     cpus, command = ran.stdout.strip().split("|")
     assert cpus == "12"

@@ -97,7 +97,9 @@ class RunFolder:
                 data = DataIdentity(
                     manifests=list(run["digests"]["data"]), tokenizer=run["digests"]["tokenizer"]
                 )
-                return Earlier(str(run["run_id"]), str(run["created"]), self.path / CONFIG, data, states, begun)
+                return Earlier(
+                    str(run["run_id"]), str(run["created"]), self.path / CONFIG, data, states, begun
+                )
         except FileNotFoundError:
             if not states and not (self.path / CONFIG).exists():
                 return None
