@@ -30,9 +30,10 @@ class FlaggedConfig(DiLoCoTrainer.Config):
         if isinstance(self.dataloader, CorpusDataLoader.Config):
             self.dataloader.island_id = self.island.id
             self.dataloader.num_islands = self.semi_sync.num_islands
-        parent, name = Path(self.dump_folder).parent, Path(self.dump_folder).name
-        if re.fullmatch(r"island-\d+", name):
-            self.dump_folder = str(parent / f"island-{self.island.id}")
+        # Upstream is not followed by the type checker, which then takes its fields for new ones.
+        folder = Path(getattr(self, "dump_folder"))  # noqa: B009
+        if re.fullmatch(r"island-\d+", folder.name):
+            setattr(self, "dump_folder", str(folder.parent / f"island-{self.island.id}"))  # noqa: B010
         self.agreement = {key: _setting(self, key, value) for key, value in self.agreement.items()}
 
 

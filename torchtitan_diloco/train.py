@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,18 +21,23 @@ def prepare_environment() -> None:
     """One setting, one place: TorchFT's variables would beat what the TOML says."""
     for name in [name for name in os.environ if name.startswith("TORCHFT_")]:
         del os.environ[name]
+    # Without a launcher there is none; the one made up here is also that of an error before training.
+    os.environ.setdefault(INCARNATION, uuid.uuid4().hex[:12])
     os.environ.setdefault("RUST_LOG", "warn")  # TorchFT's own logger; at "info" it writes a line per quorum
 
 
 def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
     """Say what is wrong, once and durably, and end with exit code 2."""
+    # TorchTitan's trainer left the stack trace there, for torchrun to repeat below our sentence.
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).unlink(missing_ok=True)
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"error: {error}\n")
         if resolved is not None:
             trace = Trace(
                 Path(island_folder(resolved.config)),
                 resolved.config.island.id,
-                os.environ.get(INCARNATION, ""),
+                os.environ[INCARNATION],
             )
             trace.event("error", kind="config", message=str(error))
             trace.state("fatal", str(error))

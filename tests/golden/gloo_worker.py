@@ -18,6 +18,7 @@ from tests.golden.island import Case, Island, Plan
 from tests.golden.reference import sha256
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.exchange.gloo import GlooTransport
+from torchtitan_diloco.train import end
 
 
 def shard(model: nn.Module) -> None:
@@ -74,6 +75,7 @@ def main() -> None:
         for number, processes in enumerate(run["islands"]):
             if process in processes:
                 train(run, number, processes.index(process), runs.parent / run["name"])
+    end(0)
 
 
 if __name__ == "__main__":

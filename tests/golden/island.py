@@ -71,6 +71,7 @@ class RunningScale(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.magnitude: torch.Tensor
         self.register_buffer("magnitude", torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,6 +166,12 @@ class Island:
             self.step = self.method.after_inner_step(self.step, self.tokens_per_step)
 
     def finish(self) -> None:
+        """Leave the run, and what it came to on disk. The last slot's anchor must have become the local parameters."""
+        local = self.method.parameters.snapshot(self.method.fragments[0])
+        if self.method.outer is not None:
+            assert local is not None
+            trained_in = getattr(torch, self.plan.dtype)
+            assert torch.equal(local, self.method.outer.states[0].anchor.to(trained_in).float())
         description, tensors = self.method.state()
         if description:
             write_outer(self.folder / "checkpoint" / f"step-{self.step}", description, tensors)

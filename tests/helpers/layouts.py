@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.helpers import tiny
+from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters
 from torchtitan_diloco.outer.fragments import Fragment, whole_model
@@ -129,7 +132,10 @@ def run_case(
 
     def hold(flat: torch.Tensor) -> torch.Tensor | None:
         parameters.scatter(fragment, flat if group.is_gateway else None)
-        return parameters.snapshot(fragment)
+        mine, out = parameters.snapshot(fragment), torch.full_like(flat, torch.nan)
+        again = parameters.snapshot(fragment, out=out)
+        assert group.is_gateway == (again is out) and (mine is None or mine.equal(out))
+        return mine
 
     facts: dict[str, Any] = {
         "tensors": {p.spec.name: [list(p.spec.shape), str(p.spec.dtype)] for p in fragment.pieces},
@@ -187,3 +193,21 @@ def alone(variant: str, folder: Path, gathered_elsewhere: Path | None = None) ->
             gathered_to=str(folder / f"alone-{variant}.safetensors"),
             gathered_elsewhere=str(gathered_elsewhere) if gathered_elsewhere else None,
         )
+
+
+def refused() -> dict[str, Any]:
+    """What each rank is told of a layout that only one rank finds fault with."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    local = torch.zeros(4 - dist.get_rank())
+    # Seven rows as 4 and 3 are fine; rank 1 claims to hold one less than it should.
+    shape, stride = torch.Size([7]), (1,)
+    if dist.get_rank() == 1:
+        local = local[1:]
+    model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride))
+    try:
+        IslandParameters([model], IslandGroup(30))
+    except UserError as error:
+        return {"error": str(error)}
+    return {"error": ""}

@@ -51,6 +51,7 @@ def folder(alone):
             "gathered_to": str(folder / f"{layout}-{variant}.safetensors"),
             "gathered_elsewhere": str(folder / f"alone-{variant}.safetensors"),
         }
+    cases["refused"] = {"call": "tests.helpers.layouts:refused", "size": 2}
     run_cases(folder, cases, timeout_s=40)
     return folder
 
@@ -89,6 +90,12 @@ def assert_answers_agree(mine: list[float], theirs: list[float], variant: str) -
     torch.testing.assert_close(
         torch.tensor(mine), expected, rtol=0, atol=precision * float(expected.abs().max())
     )
+
+
+def test_a_shard_that_is_not_what_its_placements_say_is_refused_on_every_rank(folder):
+    errors = [rank["error"] for rank in facts(folder, "refused")]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("parallelism: weight holds (2,) on a rank where its placements")
 
 
 @pytest.mark.parametrize("method", ["none", "diloco"])

@@ -29,13 +29,12 @@ def test_torchtitans_entry_point_trains_the_quickstart_with_its_own_flags(tmp_pa
         "--semi_sync.sync_every": "3",
         "--semi_sync.num_islands": "1",
         "--transport.kind": "memory",
-        "--island.id": "1",
     }
     done = torchtitan_train(tmp_path, *[word for flag in flags.items() for word in flag])
     assert done.returncode == 0, done.stderr[-3000:]
-    folder = tmp_path / "outputs" / "quickstart" / "island-1"
+    folder = tmp_path / "outputs" / "quickstart" / "island-0"
     assert json.loads((folder / "state.json").read_text())["state"] == "done"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert {event["island"] for event in events} == {1}
+    assert {event["island"] for event in events} == {0}
     assert [e["step"] for e in events if e["event"] == "inner"] == [1, 2, 3, 4, 5, 6]
     assert [(e["step"], e["committed"]) for e in events if e["event"] == "round"] == [(3, True), (6, True)]

@@ -15,6 +15,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_diloco.config.own import DataSource
 from torchtitan_diloco.data.corpus import Sequences
+from torchtitan_diloco.data.corpus_size import require_batch
 from torchtitan_diloco.data.samples import Samples, open_samples
 from torchtitan_diloco.data.streams import NAME_LENGTH, Source, check_streams
 from torchtitan_diloco.data.walk import Walk
@@ -184,14 +185,14 @@ class CorpusDataLoader(BaseDataLoader):
                     f"model.flavor: the model's vocabulary has {config.model_vocab_size} entries, but the tokenizer of "
                     f"{source.path} has {samples.vocab_size}; use a model with at least as many"
                 )
-        total = sum(map(len, self.samples))
-        if total // config.num_islands < self.batch_size:
-            raise UserError(
-                f"data.sources.path: {', '.join(s.path for s in config.sources)} has {total} sequences of {seq_len} "
-                f"tokens, {total // config.num_islands} for each of {config.num_islands} islands: fewer than one batch "
-                f"of {self.batch_size} ({ranks} ranks x training.local_batch_size {local_batch_size}); "
-                "use more text, smaller batches or a smaller training.seq_len"
-            )
+        require_batch(
+            path=", ".join(source.path for source in config.sources),
+            sequences=sum(map(len, self.samples)),
+            seq_len=seq_len,
+            num_islands=config.num_islands,
+            dp_ranks=ranks,
+            local_batch_size=local_batch_size,
+        )
 
 
 def _cut(source: DataSource, samples: Samples, config: CorpusDataLoader.Config) -> Source:

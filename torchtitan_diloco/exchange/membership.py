@@ -138,16 +138,19 @@ class Membership:
         return any(p.member == self._me.member and p.phase == phase for p in self.peers)
 
     def close(self, linger_s: float = 2.0) -> None:
-        """Show the others that this island is no member any more, then stop."""
+        """Show the others, if there are any, that this island is no member any more; then stop.
+
+        A request still waiting for its quorum is not waited for: its thread ends with the process.
+        """
         if self._threads[0].is_alive():
             self.update(phase="left")
             with self.changed:
-                self.changed.wait_for(lambda: self.seen_as("left"), timeout=linger_s)
+                self.changed.wait_for(lambda: self.seen_as("left") or self._is_alone(), timeout=linger_s)
         self._stop.set()
         self._kick.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout=linger_s)
+
+    def _is_alone(self) -> bool:
+        return all(p.member == self._me.member or p.phase == "left" for p in self.peers)
 
     def _heartbeats(self) -> None:
         client = None

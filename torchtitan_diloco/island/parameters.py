@@ -77,13 +77,17 @@ class IslandParameters:
         # The gateway cuts for everybody; the others only look after themselves.
         wanted = range(group.size) if group.is_gateway else [group.rank]
         self._boxes: dict[int, dict[str, Box]] = {rank: reports[rank].box_table() for rank in wanted}
+        self._scratch = torch.empty(0, dtype=torch.float32)
 
-    def snapshot(self, fragment: Fragment) -> torch.Tensor | None:
-        """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only."""
+    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only.
+
+        out: filled and returned instead of a new tensor, whose first touch costs more than the gather itself.
+        """
         if not self.group.is_gateway:
             self._send_shards(fragment)
             return None
-        flat = torch.empty(fragment.numel, dtype=torch.float32)
+        flat = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
         wholes = {spec.name: view for spec, view in fragment.views(flat)}
         for name in self._names(fragment, GATEWAY, only_sent=True):
             self._boxes[GATEWAY][name].of(wholes[name]).copy_(local_part(self._local[name]))
@@ -91,7 +95,7 @@ class IslandParameters:
             length = self._length(fragment, rank, only_sent=True)
             if length == 0:
                 continue
-            buffer = torch.empty(length, dtype=torch.float32)
+            buffer = self._buffer(length)
             self.group.receive(buffer, rank)
             for name, box, values in self._split(fragment, rank, buffer, only_sent=True):
                 box.of(wholes[name]).copy_(values)
@@ -114,7 +118,7 @@ class IslandParameters:
             length = self._length(fragment, rank)
             if length == 0:
                 continue
-            buffer = torch.empty(length, dtype=torch.float32)
+            buffer = self._buffer(length)
             for name, box, values in self._split(fragment, rank, buffer):
                 values.copy_(box.of(wholes[name]))
             self.group.send(buffer, rank)
@@ -125,7 +129,7 @@ class IslandParameters:
 
     def _send_shards(self, fragment: Fragment) -> None:
         rank = self.group.rank
-        buffer = torch.empty(self._length(fragment, rank, only_sent=True), dtype=torch.float32)
+        buffer = self._buffer(self._length(fragment, rank, only_sent=True))
         for name, _, values in self._split(fragment, rank, buffer, only_sent=True):
             values.copy_(local_part(self._local[name]))
         if buffer.numel():
@@ -133,11 +137,17 @@ class IslandParameters:
 
     def _receive_shards(self, fragment: Fragment) -> None:
         rank = self.group.rank
-        buffer = torch.empty(self._length(fragment, rank), dtype=torch.float32)
+        buffer = self._buffer(self._length(fragment, rank))
         if buffer.numel():
             self.group.receive(buffer, GATEWAY)
         for name, _, values in self._split(fragment, rank, buffer):
             local_part(self._local[name]).copy_(values)
+
+    def _buffer(self, length: int) -> torch.Tensor:
+        """Room for the shards of one rank, used again and again: fresh memory is several times slower than a copy."""
+        if self._scratch.numel() < length:
+            self._scratch = torch.empty(length, dtype=torch.float32)
+        return self._scratch[:length]
 
     def _names(self, fragment: Fragment, rank: int, only_sent: bool = False) -> list[str]:
         held = self._senders[rank] if only_sent else self._boxes[rank]

@@ -135,10 +135,14 @@ class DiLoCo(SemiSync):
         for i, fragment in enumerate(self.fragments):
             self.parameters.scatter(fragment, self.outer.states[i].anchor if self.outer else None)
         self.steps = self.tokens = 0
-        for heal in heals:
-            self.setup.trace.event(
-                "heal", source=heal.source, bytes=heal.bytes, seconds=heal.seconds, version=heal.version
-            )
+        # Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal.
+        self.setup.trace.event(
+            "heal",
+            source=heals[-1].source,
+            bytes=sum(heal.bytes for heal in heals),
+            seconds=sum(heal.seconds for heal in heals),
+            version=heals[-1].version,
+        )
 
     # ---- a slot ----------------------------------------------------------------------------------------------------
 

@@ -91,11 +91,15 @@ def register_semi_sync(name: str) -> Callable[[type[SemiSync]], type[SemiSync]]:
     return register
 
 
-def make_method(setup: Setup) -> SemiSync:
+def method_class(name: str) -> type[SemiSync]:
     """Raises UserError, listing what is registered, for an unknown method."""
-    name = setup.config.method
     if name not in _METHODS:
         raise UserError(
             f'semi_sync.method: "{name}" is not a method; registered are {", ".join(sorted(_METHODS))}'
         )
-    return _METHODS[name](setup)
+    return _METHODS[name]
+
+
+def make_method(setup: Setup) -> SemiSync:
+    """The method that ``[semi_sync] method`` names. Raises UserError when it is unknown."""
+    return method_class(setup.config.method)(setup)

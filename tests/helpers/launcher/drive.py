@@ -17,7 +17,9 @@ def fake_command(launch: Launch) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:], Edges(command=fake_command, prepare=lambda config: DataIdentity())))
+        sys.exit(
+            main(sys.argv[1:], Edges(command=fake_command, prepare=lambda config, ranks: DataIdentity()))
+        )
     except UserError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(2)

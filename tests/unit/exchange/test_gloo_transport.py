@@ -235,7 +235,7 @@ def test_islands_whose_settings_differ_refuse_naming_the_keys(lighthouse: Lighth
     a_error = errors[0]
     assert "must agree on data manifest" in a_error and "same" not in a_error
     b.transport.stop()
-    with pytest.raises(BaseException):  # noqa: B017, PT011 - either refused as well, or stopped while it waited
+    with pytest.raises(BaseException):  # noqa: B017, PT011, PT012 - either refused as well, or stopped while it waited
         second.result(timeout=20)
         raise UserError
 

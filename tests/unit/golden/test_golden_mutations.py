@@ -14,8 +14,7 @@ import pytest
 from tests.golden.compare import Mismatch, check_run
 from tests.golden.island import Case, Plan
 from tests.golden.memory_run import run_memory
-from torchtitan_diloco.outer import fragments, merge, optimizer, policy, state
-from torchtitan_diloco.semi_sync import diloco
+from torchtitan_diloco.outer import delta, fragments, merge, optimizer, policy, state
 
 # Three islands, since of two the sum is the same in either order; unequal windows and batches.
 PLANS = [Plan(3, 9, rows=2), Plan(2, 6, rows=3), Plan(4, 12, rows=1)]
@@ -33,7 +32,7 @@ class Fault:
 LOCAL_SGD = Case("local_sgd")
 
 FAULTS = [
-    Fault("sign of the delta", diloco, "torch.sub(anchor, local)", "torch.sub(local, anchor)"),
+    Fault("sign of the delta", delta, "torch.sub(anchor, local)", "torch.sub(local, anchor)"),
     Fault("sign of the update", optimizer, "return torch.sub(anchor, update, out=update), velocity",
           "return torch.add(anchor, update, out=update), velocity"),
     Fault("momentum taken on the delta too", optimizer,

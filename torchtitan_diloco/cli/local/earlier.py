@@ -39,6 +39,10 @@ def decide(folder: RunFolder, config: RunConfig, *, fresh: bool) -> Decision:
             f"{folder.path} (job.dump_folder/job.name) is not empty and holds no run; "
             "give another job.name, or --fresh to move it aside"
         )
+    if not earlier.begun:
+        return Decision(
+            Plan.ASIDE, f"{folder.path} holds a run that ended before its first inner step", earlier
+        )
     before = load_config(earlier.config_file).config
     num_islands = config.semi_sync.num_islands
     unfinished = earlier.unfinished(num_islands)

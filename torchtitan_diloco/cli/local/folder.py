@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.observe.reading import read_state
+from torchtitan_diloco.observe.reading import read_island, read_state
 
 LOCK = ".lock"
 CONFIG = "config.toml"
@@ -46,6 +46,8 @@ class Earlier:
     data: DataIdentity
     states: dict[int, str]
     """Island -> the state it wrote last ("" where it wrote none)."""
+    begun: bool = True
+    """Whether an island has trained, so that there is something to continue."""
 
     def unfinished(self, num_islands: int) -> list[int]:
         """Islands of `num_islands` that have not written `done`."""
@@ -82,18 +84,22 @@ class RunFolder:
     def earlier(self) -> Earlier | None:
         """The run that this folder holds, if any."""
         states = {}
+        begun = False
         for island in self.path.glob("island-*"):
             number = island.name.removeprefix("island-")
             if number.isdigit() and island.is_dir():
                 state = read_state(island)
                 states[int(number)] = state.state if state else ""
+                begun |= (island / "checkpoint").exists() or read_island(island).step > 0
         try:
             run = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             if (self.path / CONFIG).is_file():
                 data = DataIdentity(
                     manifests=list(run["digests"]["data"]), tokenizer=run["digests"]["tokenizer"]
                 )
-                return Earlier(str(run["run_id"]), str(run["created"]), self.path / CONFIG, data, states)
+                return Earlier(
+                    str(run["run_id"]), str(run["created"]), self.path / CONFIG, data, states, begun
+                )
         except FileNotFoundError:
             if not states and not (self.path / CONFIG).exists():
                 return None

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
+from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from torchtitan_diloco.cli.lighthouse import require_torchft
+from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches, require_known_names
 from torchtitan_diloco.cli.local.command import INCARNATION, Launch, torchrun_command, trainer_environment
 from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_same_data
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
@@ -21,6 +22,7 @@ from torchtitan_diloco.cli.local.table import View, make_console, print_closing,
 from torchtitan_diloco.config.load import to_toml
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
+from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.observe.reading import anchor_agreement
 from torchtitan_diloco.process import adopt_orphans
 
@@ -36,16 +38,19 @@ class Request:
     fresh: bool
 
 
-def prepare_data(config: RunConfig) -> DataIdentity:
-    """Prepare every source that is not there yet, once, before islands could race for it. Raises UserError."""
-    from torchtitan_diloco.data.samples import source_digest
+def prepare_data(config: RunConfig, ranks: list[int]) -> DataIdentity:
+    """Prepare every source that is not there yet, once, before islands could race for it.
+
+    ranks: processes of each island. Raises UserError, also where the corpora do not fill a batch.
+    """
+    from torchtitan_diloco.data.samples import open_samples
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
-    manifests = [
-        source_digest(source, config.model.hf_assets_path, config.training.seq_len)
-        for source in config.data.sources
-    ]
-    return DataIdentity(manifests=manifests, tokenizer=tokenizer)
+    sources = config.data.sources
+    samples = [open_samples(s, config.model.hf_assets_path, config.training.seq_len) for s in sources]
+    if samples:
+        require_full_batches(config, ranks, sum(map(len, samples)), ", ".join(s.path for s in sources))
+    return DataIdentity(manifests=[sample.digest for sample in samples], tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +58,19 @@ class Edges:
     """Where the launcher meets what it does not own; tests put other things there."""
 
     command: Callable[[Launch], list[str]] = torchrun_command
-    prepare: Callable[[RunConfig], DataIdentity] = prepare_data
+    prepare: Callable[[RunConfig, list[int]], DataIdentity] = prepare_data
     console: Console = field(default_factory=make_console)
 
 
 def launch(request: Request, edges: Edges) -> int:
     """Run all islands to their end and return the exit code.
 
-    Raises UserError for what the user can put right before anything was started; nothing is left behind then.
+    Raises UserError for what the user can put right: before anything was started, and nothing is left behind then; or
+    with the reason that an island gave for its end.
     """
     config = request.config
+    require_known_names(config)
+    require_free_port(config)
     needs_lighthouse = config.semi_sync.method != "none"
     if needs_lighthouse and config.lighthouse.address:
         require_reachable(config.lighthouse.address)
@@ -71,7 +79,7 @@ def launch(request: Request, edges: Edges) -> int:
     folder = RunFolder(Path(config.job.dump_folder) / config.job.name)
     try:
         decision = decide(folder, config, fresh=request.fresh)
-        data = edges.prepare(config)
+        data = edges.prepare(config, request.ranks)
         if decision.plan is Plan.CONTINUE and decision.earlier is not None:
             require_same_data(decision.earlier, data)
     except BaseException:
@@ -173,16 +181,15 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
     # A reader that has gone away (`run | head`) changes nothing about how the run ended.
     with contextlib.suppress(OSError):
         print_closing(console, islands, agreement, folder)
+    for island in islands:
+        if island.phase is Phase.FATAL and island.reason:
+            # An island that knows its end gives the reason, and the reason is the user's to put right.
+            raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
     phases = {island.phase for island in supervisor.islands}
-    if Phase.FATAL in phases:
-        # An island that knows its end gives the reason, and the reason is the user's to put right.
-        return (
-            EXIT_USAGE if any(i.reason for i in supervisor.islands if i.phase is Phase.FATAL) else EXIT_FAILED
-        )
-    if Phase.FAILED in phases or supervisor.killed or not equal:
+    if phases & {Phase.FATAL, Phase.FAILED} or supervisor.killed or not equal:
         return EXIT_FAILED
     return EXIT_DONE if phases == {Phase.DONE} else EXIT_RESUMABLE
