@@ -9,9 +9,15 @@ os.environ.setdefault("RUST_LOG", "warn")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
+import tempfile
 from pathlib import Path
 
 import pytest
+
+if "XDG_CACHE_HOME" not in os.environ:
+    # What is remembered of corpora that were checked stays out of the home folder.
+    CACHE = tempfile.TemporaryDirectory(prefix="tests-cache-")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 TIERS = {"unit": 60, "integration": 300}
 """Folder below tests/, which is also the marker, and the seconds a test of it may take unless it says otherwise."""

@@ -5,9 +5,6 @@ from typing import Any
 
 from torchtitan_diloco import cpu
 from torchtitan_diloco.config.load import Resolved
-from torchtitan_diloco.data.manifest import load_manifest
-from torchtitan_diloco.data.prepare import ensure_prepared
-from torchtitan_diloco.errors import UserError
 
 
 def trainer_config(resolved: Resolved) -> Any:
@@ -23,6 +20,7 @@ def trainer_config(resolved: Resolved) -> Any:
     from torchtitan_diloco.config.tokenizer import tokenizer_folder
     from torchtitan_diloco.config.translate import trainer_config as translate
     from torchtitan_diloco.data.loader import CorpusDataLoader
+    from torchtitan_diloco.data.samples import source_digest
     from torchtitan_diloco.island.metrics import IslandMetrics
     from torchtitan_diloco.trainer import DiLoCoTrainer
 
@@ -30,22 +28,15 @@ def trainer_config(resolved: Resolved) -> Any:
     shared = agreement(config)
     spec = run_model(config)
     replaced: dict[str, Any] = {"model_spec": spec}
-    sources = config.data.sources
-    if len(sources) > 1:
-        raise UserError(f"data.sources: {len(sources)} tables; mixtures are not supported yet, keep one")
-    if sources:
-        source = sources[0]
-        ensure_prepared(
-            source.path,
-            source.prepare_from,
-            tokenizer_folder(config.model.hf_assets_path),
-            config.training.seq_len,
-        )
-        shared["data manifest"] = load_manifest(source.path).digest
+    if config.data.sources:
+        folder = tokenizer_folder(config.model.hf_assets_path)
+        digests = [source_digest(s, folder, config.training.seq_len) for s in config.data.sources]
+        shared["data.shards"], shared["data.shared"] = config.data.shards, config.data.shared
+        shared["data manifest"] = sorted(digests) if config.data.shared else []
         replaced["dataloader"] = CorpusDataLoader.Config(
-            path=source.path,
-            prepare_from=source.prepare_from,
+            sources=config.data.sources,
             seed=config.data.seed,
+            shards=config.data.shards,
             island_id=config.island.id,
             num_islands=config.semi_sync.num_islands,
             model_vocab_size=spec.model.vocab_size,

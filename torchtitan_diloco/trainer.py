@@ -18,6 +18,8 @@ from torchtitan.trainer import Trainer
 
 from torchtitan_diloco import cpu, semi_sync
 from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
+from torchtitan_diloco.data.ledger import Ledger
+from torchtitan_diloco.data.loader import CorpusDataLoader
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange import make_transport
 from torchtitan_diloco.island.drain import DrainFlag
@@ -29,6 +31,7 @@ from torchtitan_diloco.island.settings import IslandTrainerConfig
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 
 RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 GROUP_TIMEOUT_S = 3600.0
 """Ranks of an island meet at least every few seconds while they wait for others, so this only catches a dead rank."""
@@ -84,17 +87,16 @@ class DiLoCoTrainer(Trainer):
             drain=self.drain,
             make_transport=partial(make_transport, config.island, config.lighthouse, config.transport),
             settings=config.agreement,
-            position=lambda: int(getattr(self.dataloader, "position", 0)),
-            set_position=self._set_position,
+            feed=self.dataloader if isinstance(self.dataloader, CorpusDataLoader) else None,
+            ledger=Ledger(folder, config.island.id) if self._keeps_ledger() else None,
             dump_sends=folder / "sends" if config.dump_sends else None,
         )
 
     # ---- TorchTitan's hooks ----------------------------------------------------------------------------------------
 
-    def batch_generator(
-        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
-    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """Called once, after the checkpoint is loaded and before the first step: the place to enter the run."""
+        self.trace.step = self.step
         if isinstance(self.checkpointer, IslandCheckpointManager) and self.step > 0:
             self._restore(self.checkpointer)
         last = self.step >= self.config.training.steps and not self.method.complete()
@@ -116,7 +118,7 @@ class DiLoCoTrainer(Trainer):
             self._stop_early()
         return not self.drained and super().should_continue_training()
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         began = time.monotonic()
         self.trace.step = self.step
         super().train_step(data_iterator)
@@ -147,9 +149,12 @@ class DiLoCoTrainer(Trainer):
 
     # ---- their parts -----------------------------------------------------------------------------------------------
 
-    def _set_position(self, position: int) -> None:
-        if hasattr(self.dataloader, "position"):
-            self.dataloader.position = position
+    def _keeps_ledger(self) -> bool:
+        return (
+            self.group.is_gateway
+            and isinstance(self.dataloader, CorpusDataLoader)
+            and self.config.semi_sync.method != "none"
+        )
 
     def _set_progress(self, step: int) -> None:
         """Go on at ``step`` of run progress: step count and learning rate are the run's, not this island's own."""

@@ -1,5 +1,6 @@
-"""``torchtitan-diloco data``: prepare, verify and inspect corpora."""
+"""``torchtitan-diloco data``: prepare, verify and inspect corpora, and audit what a run did with them."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_diloco.data.megatron import check_megatron, is_megatron, read_index
 from torchtitan_diloco.data.prepare import Manifest, Progress, Settings, load_manifest, prepare, verify
+from torchtitan_diloco.data.run_audit import audit_run, describe
 from torchtitan_diloco.errors import UserError
 
 _FLAGS = Settings(input="--input", output="--output", tokenizer="--tokenizer", seq_len="--seq-len")
@@ -19,11 +22,11 @@ _FLAGS = Settings(input="--input", output="--output", tokenizer="--tokenizer", s
 class Prepare:
     """Tokenise and pack text into a corpus folder.
 
-    Text files hold documents separated by blank lines, JSONL files one document a line.
+    Text files hold documents separated by blank lines, JSONL files one document a line, tables one a row.
     """
 
     input: tuple[str, ...]
-    """Text or JSONL files, .gz allowed, in this order; or bundled:kjv."""
+    """Text, JSONL (.gz allowed) or Parquet files, folders of Hugging Face datasets, in this order; or bundled:kjv."""
     tokenizer: str
     """Folder of a Hugging Face tokenizer; or bundled:bpe2048."""
     seq_len: int
@@ -31,7 +34,9 @@ class Prepare:
     output: Path
     """Folder to make."""
     text_key: str = "text"
-    """Key of the text in JSONL files."""
+    """Key of the text in JSONL files, column of it in tables."""
+    jobs: int | None = None
+    """Processes that tokenise; by default one per core. After a kill, the same command goes on where it was."""
 
     def run(self) -> None:
         """Prepares and shows a summary."""
@@ -44,6 +49,7 @@ class Prepare:
                 text_key=self.text_key,
                 progress=progress,
                 settings=_FLAGS,
+                jobs=self.jobs,
             )
         print(_summary(self.output, manifest))
 
@@ -53,10 +59,16 @@ class Verify:
     """Read every byte of a corpus and compare it with its manifest."""
 
     path: tyro.conf.Positional[Path]
-    """Corpus folder."""
+    """Corpus folder, or the .bin of a Megatron corpus."""
 
     def run(self) -> None:
         """Raises UserError when something is missing or changed."""
+        if is_megatron(self.path):
+            index = check_megatron(self.path, setting="DIR")
+            print(
+                f"{self.path}: {len(index.lengths)} sequences, {index.tokens} tokens, index and tokens agree"
+            )
+            return
         manifest = verify(self.path, setting="DIR")
         size = sum(record.bytes for record in manifest.files)
         print(
@@ -69,17 +81,44 @@ class Inspect:
     """Show what a corpus holds."""
 
     path: tyro.conf.Positional[Path]
-    """Corpus folder."""
+    """Corpus folder, or the .bin of a Megatron corpus."""
 
     def run(self) -> None:
-        """Reads the manifest only."""
+        """Reads the manifest, or the head of a Megatron index, only."""
+        if is_megatron(self.path):
+            index = read_index(self.path.with_suffix(".idx"), setting="DIR")
+            print(
+                f"{self.path}: Megatron corpus, {len(index.documents) - 1} documents in {len(index.lengths)} sequences, "
+                f"{index.tokens} tokens ({index.dtype.name})"
+            )
+            return
         print(_summary(self.path, load_manifest(self.path, setting="DIR")))
+
+
+@dataclass(slots=True)
+class Audit:
+    """Show what became of every sample of a run: consumed once, lost, repeated, deferred; per source and epoch.
+
+    Exits with 1 when a sample was consumed twice, or the ledgers contradict themselves.
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folder of the run; several, when its islands lie on several file systems."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    def run(self) -> int:
+        """The exit code."""
+        report = audit_run(self.runs)
+        print(json.dumps(report.to_json(), indent=1) if self.json else describe(report))
+        return 0 if report.ok else 1
 
 
 Command = (
     Annotated[Prepare, tyro.conf.subcommand("prepare")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
 )
 
 
@@ -87,11 +126,10 @@ def main(argv: list[str]) -> int:
     """Runs ``data`` with the arguments after it; returns the exit code."""
     command = tyro.cli(Command, prog="torchtitan-diloco data", description=__doc__, args=argv)
     try:
-        command.run()
+        return command.run() or 0
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
 
 
 def _summary(path: Path, manifest: Manifest) -> str:

@@ -9,11 +9,13 @@ class DataSource:
     """One [[data.sources]] table."""
 
     path: str
-    """Folder of a prepared corpus (`torchtitan-diloco data prepare`)."""
+    """Folder of a prepared corpus (`torchtitan-diloco data prepare`), or the `.bin` (or `.idx`) of a Megatron corpus."""
     weight: float = 1.0
     """Share of the samples, relative to the other sources."""
     prepare_from: str = ""
-    """Text or JSONL file, or "bundled:kjv", prepared into `path` on first use; "" = `path` must exist."""
+    """Text, JSONL or Parquet file, or "bundled:kjv", prepared into `path` on first use; "" = `path` must exist."""
+    present: str = ""
+    """Shards of it that this island may read, for instance "0-31,40"; "" = all. What no island may read is deferred."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,7 +23,11 @@ class DataConfig:
     """[data]"""
 
     seed: int = 0
-    """Seed of the sample order, which is a pure function of (seed, epoch, position)."""
+    """Seed of the sample order, which is a pure function of (seed, source, epoch, position)."""
+    shards: int = 64
+    """Into how many shards a source is cut for the whole run; islands share out shards, so at least as many as islands."""
+    shared: bool = True
+    """Whether all islands read the same sources, which is checked when they join; false = each its own [[data.sources]]."""
     sources: list[DataSource] = field(default_factory=list)
     """Corpora; none = TorchTitan's own loader with training.dataset."""
 

@@ -103,6 +103,7 @@ RANGES: dict[str, Range] = {
     "transport.kind": NOT_EMPTY,
     "transport.exchange_timeout_s": POSITIVE,
     "transport.max_rate": AT_LEAST_0,
+    "data.shards": AT_LEAST_1,
     "semi_sync.method": NOT_EMPTY,
     "semi_sync.sync_every": AT_LEAST_1,
     "semi_sync.fragments": AT_LEAST_1,

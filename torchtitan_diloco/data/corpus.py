@@ -56,6 +56,14 @@ class Corpus:
     def __len__(self) -> int:
         return self.manifest.counts.sequences
 
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.tokenizer.vocab_size
+
     def _map(self, file: Path) -> None:
         with pa.memory_map(str(file)) as source:
             table = pa.ipc.open_stream(source).read_all()

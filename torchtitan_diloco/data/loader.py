@@ -1,59 +1,60 @@
-"""The data loader of an island: which sequences it reads, in which order, on which rank."""
+"""The data loader of an island: the samples of the streams it reads, cut over its ranks."""
 
+import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_diloco.data.corpus import Corpus
+from torchtitan_diloco.config.own import DataSource
+from torchtitan_diloco.data.corpus import Sequences
 from torchtitan_diloco.data.corpus_size import require_batch
-from torchtitan_diloco.data.order import permute
-from torchtitan_diloco.data.prepare import check_fits, ensure_prepared
+from torchtitan_diloco.data.samples import Samples, open_samples
+from torchtitan_diloco.data.streams import NAME_LENGTH, Source, check_streams
+from torchtitan_diloco.data.walk import Walk
 from torchtitan_diloco.errors import UserError
 
 logger = logging.getLogger(__name__)
-_LOOK_AHEAD = 4096  # sequences whose order is computed at once
 
 
 class CorpusDataLoader(BaseDataLoader):
-    """Yields what TorchTitan's text loader yields, from a prepared corpus, endlessly.
+    """Yields what TorchTitan's text loader yields, from prepared corpora, endlessly.
 
     ``({"input": int64 [B, L], "positions": int64 [B, L]}, labels int64 [B, L])``; no label is ignored, as
     sequences are full.
 
-    Order. Epoch e of a run is the permutation ``permute(., n, seed, e)`` of the corpus' n sequences. Island i
-    of N reads the places p with p % N == i; the last n % N places are read by nobody, so that every island
-    has n // N an epoch. These make the island's stream, which goes on over epochs without a break. `position`
-    counts its sequences, those of all ranks together: of a step's D * B sequences, rank r of D takes
-    [position + r * B, position + (r + 1) * B). So the state is one number, equal on all ranks, and an island
-    resumes with any number of ranks.
+    Which samples: those of the streams assigned last (see ``outer.shares``; at first all that this island may read), in
+    the order of ``mixture``. Of a step's D * B samples, rank r of D takes [r * B, (r + 1) * B). So the state is a position
+    per stream, equal on all ranks, and an island resumes with any number of ranks. There are no worker processes and
+    nothing is fetched ahead, so a state says exactly what was handed out.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        path: str = ""
-        """Folder of the prepared corpus."""
-
-        prepare_from: str = ""
-        """Text or JSONL file, or bundled:kjv, to prepare the corpus from if `path` is absent; "" = it must be there."""
+        sources: Annotated[list[DataSource], tyro.conf.Suppress] = field(default_factory=list)
+        """Corpora, with their shares."""
 
         seed: int = 0
         """Seed of the sample order; the same for all islands of a run."""
+
+        shards: int = 64
+        """Into how many shards each source is cut; the same for all islands of a run."""
 
         island_id: int = 0
         """Number of this island, from 0."""
 
         num_islands: int = 1
-        """Number of islands among which the corpus is divided."""
+        """Number of islands among which the corpora are divided at first."""
 
         model_vocab_size: int = 0
-        """Vocabulary of the model, to be checked against the corpus; 0 = not checked."""
+        """Vocabulary of the model, to be checked against the corpora; 0 = not checked."""
 
     def __init__(
         self,
@@ -66,13 +67,13 @@ class CorpusDataLoader(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        """Raises UserError when the corpus is absent, damaged, too small or unfit for tokenizer, seq_len or model."""
-        if not config.path:
+        """Raises UserError when a corpus is absent, damaged, too small or unfit for tokenizer, seq_len or model."""
+        if not config.sources or not all(source.path for source in config.sources):
             raise UserError("data.sources.path: not set; give the folder of a prepared corpus")
-        if not 0 <= config.island_id < config.num_islands:
+        if config.shards < config.num_islands:
             raise UserError(
-                f"island.id: is {config.island_id}, but the run has {config.num_islands} islands "
-                "(semi_sync.num_islands), numbered from 0"
+                f"data.shards: is {config.shards}, but the run has {config.num_islands} islands "
+                "(semi_sync.num_islands); give at least as many shards"
             )
         folder = getattr(tokenizer, "tokenizer_path", None)
         if folder is None:
@@ -80,101 +81,140 @@ class CorpusDataLoader(BaseDataLoader):
                 f"model.hf_assets_path: a corpus needs TorchTitan's HuggingFaceTokenizer, "
                 f"not {type(tokenizer).__name__}"
             )
-        ensure_prepared(config.path, config.prepare_from, folder, seq_len)
-        self.corpus = Corpus(config.path)
-        check_fits(self.corpus.manifest, config.path, folder, seq_len)
-        vocab_size = self.corpus.manifest.tokenizer.vocab_size
-        if 0 < config.model_vocab_size < vocab_size:
-            raise UserError(
-                f"model.flavor: the model's vocabulary has {config.model_vocab_size} entries, but the tokenizer of "
-                f"{config.path} has {vocab_size}; use a model with at least as many"
-            )
-        self.per_epoch = len(self.corpus) // config.num_islands
-        """Sequences of this island in an epoch."""
+        self._config = config
+        self.samples: list[Samples] = [open_samples(source, folder, seq_len) for source in config.sources]
         self.batch_size = dp_world_size * local_batch_size
         """Sequences that all ranks of the island read together for one micro-batch."""
-        require_batch(
-            path=config.path,
-            sequences=len(self.corpus),
-            seq_len=seq_len,
-            num_islands=config.num_islands,
-            dp_ranks=dp_world_size,
-            local_batch_size=local_batch_size,
-        )
-        self._config = config
-        self._offset, self._local_batch_size = dp_rank * local_batch_size, local_batch_size
-        self._position = 0
-        self._window_start, self._window = 0, np.empty(0, dtype=np.int64)
+        self._check(seq_len, dp_world_size, local_batch_size)
+        self.sources = [_cut(s, o, config) for s, o in zip(config.sources, self.samples, strict=True)]
+        _check_names(config.sources, self.sources)
+        self._seq_len = seq_len
+        self._first, self._count = dp_rank * local_batch_size, local_batch_size
+        self.walk = Walk(self.sources, self.batch_size, phase=config.island_id)
 
-    @property
-    def position(self) -> int:
-        """Sequences of the island's stream handed out so far, over all ranks and epochs.
+    # ---- what the trainer asks -------------------------------------------------------------------------------------
 
-        May be set, also while iterating: the next batch then begins there.
+    def holds(self) -> dict[str, str]:
+        """The shards this island may read, by source."""
+        return self.walk.holds()
 
-        Raises ValueError when set to a negative number.
-        """
-        return self._position
+    def positions(self) -> dict[str, int]:
+        """How far each stream is that this island reads, over all ranks and epochs."""
+        return self.walk.positions()
 
-    @position.setter
-    def position(self, value: int) -> None:
-        if value < 0:
-            raise ValueError(f"position must not be negative, is {value}")
-        self._position = int(value)
+    def assign(self, positions: Mapping[str, int]) -> None:
+        """Read these streams, from these positions on; also while iterating: the next batch then comes from them."""
+        self.walk.assign(positions)
+
+    def describe(self) -> dict[str, Any]:
+        """What the ledger must know to turn positions into samples."""
+        names = {s.name: (s, o.path) for s, o in zip(self.sources, self._config.sources, strict=True)}
+        sources = {
+            name: {"path": path, "samples": source.samples, "shards": source.shards}
+            for name, (source, path) in names.items()
+        }
+        return {"seed": self._config.seed, "sources": sources}
 
     @property
     def epoch(self) -> int:
-        """Epoch, from 0, of the next sequence."""
-        return self._position // self.per_epoch
+        """Epoch, from 0, of the stream that has come least far."""
+        return self.walk.epoch()
 
-    def sample_ids(self, position: int, count: int = 1) -> npt.NDArray[np.int64]:
-        """Ids in the corpus of `count` sequences of the island's stream from `position` on: int64 [count]."""
-        stream = np.arange(position, position + count, dtype=np.int64)
-        epochs, within = np.divmod(stream, self.per_epoch)
-        places = within * self._config.num_islands + self._config.island_id
-        ids = np.empty_like(stream)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            ids[chosen] = permute(places[chosen], len(self.corpus), seed=self._config.seed, epoch=epoch)
-        return ids
-
-    def _ids_of_rank(self) -> npt.NDArray[np.int64]:
-        """The same for this rank's next batch; one array operation per window instead of hundreds per batch."""
-        first = self._position + self._offset
-        begin = first - self._window_start
-        if begin < 0 or begin + self._local_batch_size > self._window.size:
-            self._window_start, begin = first, 0
-            self._window = self.sample_ids(first, max(_LOOK_AHEAD, self._local_batch_size))
-        return self._window[begin : begin + self._local_batch_size]
+    # ---- TorchTitan's interface ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            inputs, positions, labels = self.corpus.read(self._ids_of_rank())
             # Counted before it is yielded: a state taken while the batch is in use says that it has been used.
-            self._position += self.batch_size
+            source, ids, _ = self.walk.next_batch(self._first, self._count)
+            inputs, positions, labels = self._read(source, ids)
             yield (
                 {"input": torch.from_numpy(inputs), "positions": torch.from_numpy(positions)},
                 torch.from_numpy(labels),
             )
 
+    def _read(self, source: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> Sequences:
+        used = np.unique(source)
+        if len(used) == 1:
+            return self.samples[used[0]].read(ids)
+        whole = Sequences(*(np.empty((len(ids), self._seq_len), dtype=np.int64) for _ in range(3)))
+        for index in used:
+            here = source == index
+            for target, part in zip(whole, self.samples[index].read(ids[here]), strict=True):
+                target[here] = part
+        return whole
+
     def state_dict(self) -> dict[str, Any]:
-        """``position`` and what it counts in; the same on every rank."""
-        return {"position": self._position, "corpus": self.corpus.manifest.digest, "seed": self._config.seed}
+        """Positions by stream (as JSON: the number of entries varies) and what they count in; the same on every rank."""
+        config = self._config
+        return {"positions": json.dumps(self.positions()), "seed": config.seed, "shards": config.shards}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on at the saved position; an empty state changes nothing.
+        """Goes on at the saved positions; an empty state changes nothing.
 
-        Raises UserError when the state counts in another corpus.
+        Raises UserError when the state counts in another corpus, in other shards or in another order.
         """
         if not state_dict:
             return
-        if state_dict["corpus"] != self.corpus.manifest.digest:
+        if "positions" not in state_dict:
             raise UserError(
-                f"data.sources.path: the checkpoint was made with another corpus than {self._config.path} "
-                f"(digest {state_dict['corpus'][:12]}, here {self.corpus.manifest.digest[:12]}); use that one"
+                "checkpoint.folder: the checkpoint has no positions by stream (it is of an earlier release); "
+                "choose another job.name, or another checkpoint.load_step"
             )
-        if state_dict["seed"] != self._config.seed:
-            logger.warning(
-                "data.seed was %s in the checkpoint and is %s now", state_dict["seed"], self._config.seed
+        config = self._config
+        for key in ("seed", "shards"):
+            if state_dict[key] != (here := getattr(config, key)):
+                raise UserError(
+                    f"data.{key}: was {state_dict[key]} in the checkpoint and is {here} now, so its samples "
+                    "could not be told from new ones; set it back"
+                )
+        positions: dict[str, int] = json.loads(state_dict["positions"])
+        if unknown := check_streams(positions, self.sources):
+            raise UserError(
+                f"data.sources.path: the checkpoint was made with another corpus (digest {unknown[0].split('/')[0]}; "
+                f"here {', '.join(source.name for source in self.sources)}); use that one"
             )
-        self.position = state_dict["position"]
+        self.walk.assign(positions)
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _check(self, seq_len: int, ranks: int, local_batch_size: int) -> None:
+        config = self._config
+        for source, samples in zip(config.sources, self.samples, strict=True):
+            if 0 < config.model_vocab_size < samples.vocab_size:
+                raise UserError(
+                    f"model.flavor: the model's vocabulary has {config.model_vocab_size} entries, but the tokenizer of "
+                    f"{source.path} has {samples.vocab_size}; use a model with at least as many"
+                )
+        require_batch(
+            path=", ".join(source.path for source in config.sources),
+            sequences=sum(map(len, self.samples)),
+            seq_len=seq_len,
+            num_islands=config.num_islands,
+            dp_ranks=ranks,
+            local_batch_size=local_batch_size,
+        )
+
+
+def _cut(source: DataSource, samples: Samples, config: CorpusDataLoader.Config) -> Source:
+    try:
+        return Source.cut(
+            samples.digest,
+            len(samples),
+            shards=config.shards,
+            seed=config.seed,
+            weight=source.weight,
+            present=source.present,
+        )
+    except ValueError as error:
+        raise UserError(f"data.sources.present: {error} (data.shards)") from None
+
+
+def _check_names(given: list[DataSource], sources: list[Source]) -> None:
+    first: dict[str, str] = {}
+    for table, source in zip(given, sources, strict=True):
+        if source.name in first:
+            raise UserError(
+                f"data.sources: {table.path} and {first[source.name]} hold the same sequences (digest begins with "
+                f"{source.name[:NAME_LENGTH]}); keep one of them, with a larger weight"
+            )
+        first[source.name] = table.path

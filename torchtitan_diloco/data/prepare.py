@@ -5,12 +5,14 @@ equal input gives an equal ``Manifest.digest`` on any machine.
 """
 
 import errno
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_diloco import assets
 from torchtitan_diloco.data.atomic import appearing_folder, exclusive
+from torchtitan_diloco.data.chunks import CHUNK_BYTES, cut, workers_for
 from torchtitan_diloco.data.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
@@ -22,11 +24,14 @@ from torchtitan_diloco.data.manifest import (
     sha256_file,
     verify,
 )
-from torchtitan_diloco.data.packing import Packer
+from torchtitan_diloco.data.packing import Packer, Tokens
+from torchtitan_diloco.data.parts import Parts, Recipe, identity
 from torchtitan_diloco.data.sources import Sources, source_name
 from torchtitan_diloco.data.tokenizer import CorpusTokenizer, tokenizer_sha256
 from torchtitan_diloco.data.writer import CorpusWriter, rows_per_block
 from torchtitan_diloco.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Manifest", "Progress", "Settings", "ensure_prepared", "load_manifest", "prepare", "verify"]
 
@@ -61,6 +66,7 @@ class _Job:
     seq_len: int
     settings: Settings
     progress: Callable[[Progress], None] | None = field(default=None)
+    jobs: int | None = None
 
 
 def prepare(
@@ -72,17 +78,21 @@ def prepare(
     text_key: str = "text",
     progress: Callable[[Progress], None] | None = None,
     settings: Settings | None = None,
+    jobs: int | None = None,
 ) -> Manifest:
     """Tokenises and packs `inputs` into the folder `output`, in memory that does not grow with the number of documents.
 
     Args:
-        inputs: text or JSONL files (see DocumentReader), or ``bundled:NAME``; documents in this order.
+        inputs: text, JSONL, Parquet files (see DocumentReader), Hugging Face ``datasets`` folders, or ``bundled:NAME``;
+            documents in this order.
         tokenizer_dir: folder of a Hugging Face tokenizer, or ``bundled:NAME``. seq_len: inputs per sequence;
         rows hold one token more (see packing). output: folder to make. If it is there and was made from the
         same files with the same tokenizer, seq_len and text
             key, nothing is done. If another process is making it, that one is waited for.
         progress: called now and then.
         settings: names of the arguments in messages.
+        jobs: processes that tokenise; None = as many as there are cores. What they have done survives a kill, and is
+            taken up again by the next call with the same arguments.
 
     Raises:
         UserError: an input, the tokenizer or the output cannot be used, the disk is full, or `output` holds
@@ -99,6 +109,7 @@ def prepare(
         seq_len=seq_len,
         settings=settings,
         progress=progress,
+        jobs=jobs,
     )
     target = Path(output)
     try:
@@ -108,7 +119,7 @@ def prepare(
                 return _existing(target, job)
             try:
                 with appearing_folder(target, clean=locked) as folder:
-                    manifest = _fill(folder, job)
+                    manifest = _fill(folder, job, target.parent / f".{target.name}.parts")
             except OSError as error:
                 if locked or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -210,20 +221,47 @@ def _output_problem(error: OSError, target: Path, setting: str) -> str:
     return f"{setting}: cannot write {target}: {error.strerror or error} ({error.filename})"
 
 
-def _fill(folder: Path, job: _Job) -> Manifest:
+def _documents(
+    job: _Job, tokenizer: CorpusTokenizer, parts_folder: Path
+) -> Iterator[tuple[int, list[Tokens]]]:
+    """(bytes of input done, some documents), in order. Small input needs no processes and leaves nothing to take up."""
+    chunks = cut(job.sources)
+    if len(chunks) == 1 or job.sources.size <= CHUNK_BYTES:
+        for done, batch in job.sources.batches():
+            yield done, tokenizer.encode(batch)
+        return
+    recipe = Recipe(
+        tokenizer=tokenizer.to_json(),
+        prefix=tokenizer.prefix,
+        suffix=tokenizer.suffix,
+        dtype=str(tokenizer.dtype),
+        text_key=job.sources.text_key,
+        setting=job.settings.input,
+    )
+    key = identity(recipe, chunks, [record.sha256 for record in job.sources.records])
+    parts = Parts(parts_folder, recipe, chunks, key)
+    if parts.found:
+        logger.info("%d of %d parts were tokenised before and are used again", parts.found, len(chunks))
+    try:
+        yield from parts.documents(workers_for(chunks, job.jobs))
+    except (OSError, UserError):
+        parts.remove()  # only what was interrupted is kept
+        raise
+    parts.remove()
+
+
+def _fill(folder: Path, job: _Job, parts_folder: Path) -> Manifest:
     """Writes everything into the empty `folder`."""
     tokenizer = CorpusTokenizer(assets.resolve(job.tokenizer_dir), setting=job.settings.tokenizer)
     packer = Packer(job.seq_len, rows_per_block(job.seq_len, tokenizer.dtype), tokenizer.dtype)
 
-    def report(done: int) -> None:
-        if job.progress is not None:
-            counts = {"documents": packer.documents, "sequences": packer.sequences}
-            job.progress(Progress(bytes_read=done, bytes_total=job.sources.size, **counts))
-
     with CorpusWriter(folder, job.seq_len, tokenizer.dtype) as writer:
-        for batch in job.sources.batches(report):
-            for block in packer.add(tokenizer.encode(batch)):
+        for done, documents in _documents(job, tokenizer, parts_folder):
+            for block in packer.add(documents):
                 writer.add(block)
+            if job.progress is not None:
+                counts = {"documents": packer.documents, "sequences": packer.sequences}
+                job.progress(Progress(bytes_read=done, bytes_total=job.sources.size, **counts))
         for block in packer.finish():
             writer.add(block)
     if packer.sequences == 0:

@@ -1,12 +1,13 @@
 """The files a corpus is made from: found, hashed, and read in pieces of bounded size."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_diloco import assets
 from torchtitan_diloco.data.documents import DocumentReader
 from torchtitan_diloco.data.manifest import FileRecord, sha256_file
+from torchtitan_diloco.data.tables import datasets_files
 from torchtitan_diloco.errors import UserError
 
 BATCH_CHARACTERS = 1 << 20
@@ -28,14 +29,11 @@ class Sources:
         if not inputs:
             raise UserError(f"{setting}: no input file given")
         paths, records = [], []
-        for given in inputs:
-            path = assets.resolve(given)
+        for name, path in _files(inputs, setting):
             try:
                 if path.exists() and not path.is_file():
                     raise UserError(f"{setting}: {path} is not a file")
-                record = FileRecord(
-                    name=source_name(given), bytes=path.stat().st_size, sha256=sha256_file(path)
-                )
+                record = FileRecord(name=name, bytes=path.stat().st_size, sha256=sha256_file(path))
             except OSError as error:
                 raise UserError(f"{setting}: cannot read {path}: {error.strerror}") from error
             paths.append(path)
@@ -47,8 +45,8 @@ class Sources:
         """Bytes of all files as stored."""
         return sum(record.bytes for record in self.records)
 
-    def batches(self, on_bytes: Callable[[int], None]) -> Iterator[list[str]]:
-        """Documents of all files, about a megabyte at a time; `on_bytes` hears how much has been read and used."""
+    def batches(self) -> Iterator[tuple[int, list[str]]]:
+        """(bytes read so far, documents), of all files, about a megabyte at a time."""
         before = 0
         for path, record in zip(self.paths, self.records, strict=True):
             batch: list[str] = []
@@ -58,13 +56,20 @@ class Sources:
                     batch.append(document)
                     characters += len(document)
                     if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-                        yield batch
-                        on_bytes(before + reader.bytes_read)
+                        yield before + reader.bytes_read, batch
                         batch, characters = [], 0
-            if batch:
-                yield batch
             before += record.bytes
-            on_bytes(before)
+            yield before, batch
+
+
+def _files(inputs: Sequence[str | Path], setting: str) -> Iterator[tuple[str, Path]]:
+    """(name, path) of every file; a Hugging Face ``datasets`` folder stands for its Arrow files."""
+    for given in inputs:
+        path = assets.resolve(given)
+        if path.is_dir():
+            yield from ((f"{path.name}/{file.name}", file) for file in datasets_files(path, setting))
+        else:
+            yield source_name(given), path
 
 
 def source_name(given: str | Path) -> str:

@@ -79,3 +79,17 @@ class CorpusTokenizer:
         """One array of ids per text, BOS and EOS included, in the corpus' dtype."""
         encodings = self._tokenizer.encode_batch_fast(list(texts))
         return [np.array([*self._prefix, *e.ids, *self._suffix], dtype=self.dtype) for e in encodings]
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Ids before those of every text."""
+        return tuple(self._prefix)
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """Ids after those of every text."""
+        return tuple(self._suffix)
+
+    def to_json(self) -> str:
+        """The tokenizer itself, as the ``tokenizers`` library writes it."""
+        return str(self._tokenizer.to_str())

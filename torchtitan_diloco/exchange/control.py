@@ -29,7 +29,7 @@ from torchtitan_diloco.outer.state import OuterState
 logger = logging.getLogger(__name__)
 
 SHELVED = 2  # published states kept for readers in the middle of a heal
-MESSAGE_LIMIT = 65536  # bytes
+MESSAGE_LIMIT = 1 << 20  # bytes; a header names every stream the island has read, some 20 bytes each
 PEER_TIMEOUT_S = 10.0  # one request to a peer
 RUN_HEADER = "x-diloco-run"
 

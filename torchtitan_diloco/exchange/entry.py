@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 
@@ -75,7 +76,11 @@ class Entry:
             later = self._take(state)
             if later is not None:
                 joined = Joined(later.step, joined.heals + later.heals)
-        return joined
+        return self._with_present(joined)
+
+    def _with_present(self, joined: Joined) -> Joined:
+        islands = {p.island for p in holders(self._membership.peers)} | {self._hello.island}
+        return replace(joined, present=tuple(sorted(islands)))
 
     def heal(self, state: OuterState) -> Joined:
         """Replace ``state`` by the furthest member's; waits for one to be there."""
@@ -84,7 +89,7 @@ class Entry:
             self._wait("an island with the run's state", lambda peers: bool(self._others()))
             joined = self._take(state)
             if joined is not None:
-                return joined
+                return self._with_present(joined)
 
     # ---- founding --------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class MemoryTransport(Transport):
         self.me = Member(hello.island, hello.incarnation)
         self.protocol = SlotProtocol(self.me, self.merge)
         self.state, self.step = state, hello.step
-        joined = self.heal(state) if self._others() else Joined(hello.step)
+        joined = self.heal(state) if self._others() else Joined(hello.step, present=(hello.island,))
         self.net.nodes[hello.island] = self
         self.net.renew()
         return joined
@@ -218,7 +218,8 @@ class MemoryTransport(Transport):
         same = description["fragments"] == state.describe()["fragments"]
         state.restore(description, {name: tensor.clone() for name, tensor in tensors.items()})
         taken = Heal(source.me.island, sum(t.nbytes for t in tensors.values()), 0.0, state.states[0].version)
-        return Joined(source.step, () if same else (taken,))
+        present = {self.me.island, *self.net.nodes}
+        return Joined(source.step, () if same else (taken,), tuple(sorted(present)))
 
     def publish(self, state: OuterState) -> None:
         self.state = state

@@ -108,6 +108,9 @@ class Outcome:
 
     committed: apply ``merged`` (1-D, the fragment's length). failed: nothing changed, try at the next slot. behind: others
     hold a history this island lacks; heal before going on. withdrawn: given up on this island's own wish.
+    positions, skipped: by island, how far streams are settled, and up to where their samples are passed over.
+    members: everybody who takes the result, with the shards they hold. contested: see ``policy.Roll``.
+    present: the islands that were there when it ended.
     """
 
     slot: int
@@ -116,8 +119,17 @@ class Outcome:
     participants: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     tokens: int = 0
-    positions: dict[int, int] = field(default_factory=dict)
+    positions: dict[int, dict[str, int]] = field(default_factory=dict)
+    skipped: dict[int, dict[str, int]] = field(default_factory=dict)
+    members: dict[int, dict[str, str]] = field(default_factory=dict)
+    contested: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
     reason: str = ""
     exchange_s: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
+
+    @property
+    def advanced(self) -> dict[str, int]:
+        """How far the streams are that a committed slot settles, whether their samples count or are passed over."""
+        return {name: end for positions in self.positions.values() for name, end in positions.items()}

@@ -11,6 +11,7 @@ to leave; a void attempt is tried again under the next epoch, at most ``MAX_TRIE
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -327,7 +328,11 @@ class SlotProtocol:
                 participants=contributors,
                 weights=offer.weights,
                 tokens=sum(heard[i].tokens for i in contributors),
-                positions={i: heard[i].positions for i in contributors},
+                positions={i: heard[i].positions for i in (*contributors, *offer.roll.skipped)},
+                skipped={i: heard[i].skipped for i in contributors}
+                | {i: heard[i].positions for i in offer.roll.skipped},
+                members={i: heard[i].holds for i in offer.roll.members},
+                contested=offer.roll.contested,
             )
         )
 
@@ -343,7 +348,8 @@ class SlotProtocol:
         self.failed = {s for s in self.failed if s > oldest}
         self.void = {a for a in self.void if a[0] > oldest}
         self.headers = {a: h for a, h in self.headers.items() if a[0] >= self.floor and a[0] != outcome.slot}
-        return [Finished(outcome)]
+        present = self.epoch.islands() if self.epoch is not None else (self.me.island,)
+        return [Finished(replace(outcome, present=present))]
 
     def _void(self, offer: Offer, reason: str) -> list[Effect]:
         """The present attempt will never commit: try again under another epoch, or give the slot up."""

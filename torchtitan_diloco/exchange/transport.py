@@ -28,10 +28,14 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The island is a member: ``step`` is where in run progress it goes on; ``heals`` what it had to take to get there."""
+    """The island is a member.
+
+    step: where in run progress it goes on. heals: what it had to take to get there. present: the islands that are there.
+    """
 
     step: int
     heals: tuple[Heal, ...] = ()
+    present: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,5 +32,9 @@ class SlotClock:
             return (self.steps - 1) * self.fragments // self.sync_every + self.fragments
         return step * self.fragments // self.sync_every
 
+    def due(self, slot: int) -> int:
+        """The step at which a slot is due."""
+        return min(self.steps, -(-(slot + 1) * self.sync_every // self.fragments))
+
     def fragment_of(self, slot: int) -> int:
         return slot % self.fragments

@@ -10,8 +10,9 @@ import torch
 from torchtitan_diloco.outer.digest import digest, link
 from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.optimizer import OuterSGD
+from torchtitan_diloco.outer.shares import Holds
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,38 @@ class FragmentState:
 
 @dataclass(slots=True)
 class OuterState:
-    """What all islands share. ``slot`` is the next slot to attempt; ``positions`` are consumed samples by island."""
+    """What all islands share.
+
+    slot: the next to attempt. positions: how far each stream was read (see ``shares``) as of the last committed slot.
+    members: the islands of that slot with the shards they hold (None: not known yet, only before the first one).
+    hand_over: whether shards change hands at committed slots; else each founding island keeps its own.
+    """
 
     fragments: Sequence[Fragment]
     optimizer: OuterSGD
     states: list[FragmentState]
     slot: int = 0
-    positions: dict[int, int] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    members: dict[int, Holds | None] = field(default_factory=dict)
+    hand_over: bool = True
 
     @classmethod
     def found(
-        cls, fragments: Sequence[Fragment], optimizer: OuterSGD, anchors: Sequence[torch.Tensor]
+        cls,
+        fragments: Sequence[Fragment],
+        optimizer: OuterSGD,
+        anchors: Sequence[torch.Tensor],
+        islands: int = 1,
+        hand_over: bool = True,
     ) -> "OuterState":
-        """A run's first state, version 0 of every fragment."""
-        return cls(fragments, optimizer, [FragmentState(a, None, 0, digest(a)) for a in anchors])
+        """A run's first state, version 0 of every fragment, with ``islands`` founding islands."""
+        states = [FragmentState(a, None, 0, digest(a)) for a in anchors]
+        return cls(fragments, optimizer, states, members=dict.fromkeys(range(islands)), hand_over=hand_over)
+
+    @property
+    def turn(self) -> int:
+        """Committed slots so far, which shards move on with; 0 where they do not."""
+        return sum(state.version for state in self.states) if self.hand_over else 0
 
     def commit(
         self,
@@ -53,16 +72,22 @@ class OuterState:
         merged: torch.Tensor,
         participants: list[int],
         tokens: int,
-        positions: Mapping[int, int],
+        positions: Mapping[str, int],
+        members: Mapping[int, Holds],
     ) -> FragmentState:
-        """Take the outer step of a committed slot: a new anchor version. merged: 1-D, the fragment's length."""
+        """Take the outer step of a committed slot: a new anchor version. merged: 1-D, the fragment's length.
+
+        positions: of the streams that were read. members: everybody who takes the result, with what they hold.
+        """
         old = self.states[fragment]
         anchor, momentum = self.optimizer.step(old.anchor, merged, old.momentum)
         value = digest(anchor)
         lineage = link(old.lineage, slot, fragment, value, participants)
         new = FragmentState(anchor, momentum, old.version + 1, value, lineage, old.tokens + tokens)
         self.states[fragment] = new
-        self.positions.update(positions)
+        self.positions |= positions
+        if self.hand_over:
+            self.members = dict(members)
         self.slot = max(self.slot, slot + 1)
         return new
 
@@ -82,7 +107,9 @@ class OuterState:
 
     def copy(self) -> "OuterState":
         """A consistent view at this moment that later commits do not touch (tensors are shared, not copied)."""
-        return replace(self, states=list(self.states), positions=dict(self.positions))
+        return replace(
+            self, states=list(self.states), positions=dict(self.positions), members=dict(self.members)
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name: ``anchor.<fragment>`` and, where kept, ``momentum.<fragment>``."""
@@ -95,7 +122,11 @@ class OuterState:
         return {
             "format": FORMAT,
             "slot": self.slot,
-            "positions": {str(k): v for k, v in self.positions.items()},
+            "positions": dict(sorted(self.positions.items())),
+            "members": {
+                str(island): None if holds is None else dict(holds)
+                for island, holds in sorted(self.members.items())
+            },
             "fragments": [
                 {"version": s.version, "digest": s.digest, "lineage": s.lineage, "tokens": s.tokens}
                 for s in self.states
@@ -133,6 +164,10 @@ class OuterState:
                     int(entry["tokens"]),
                 )
             )
-        self.states = states
+        positions = {str(name): int(position) for name, position in description["positions"].items()}
+        members: dict[int, Holds | None] = {
+            int(island): None if holds is None else {str(k): str(v) for k, v in holds.items()}
+            for island, holds in description["members"].items()
+        }
+        self.states, self.positions, self.members = states, positions, members
         self.slot = int(description["slot"])
-        self.positions = {int(k): int(v) for k, v in description["positions"].items()}

@@ -34,6 +34,7 @@ from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
+from torchtitan_diloco.semi_sync.share import DataShare
 from torchtitan_diloco.semi_sync.waiting import in_background, wait_for
 from torchtitan_diloco.semi_sync.wire import Wire
 
@@ -57,6 +58,7 @@ class Flight:
     apply_at: int
     version: int
     stall_s: float
+    finite: bool = True
 
 
 @register_semi_sync("diloco")
@@ -80,6 +82,10 @@ class DiLoCo(SemiSync):
         self.next_slot = 0  # to send
         self.flights: list[Flight] = []  # in the order of their slots
         self.wire = self.make_wire()
+        self.data = DataShare(setup.feed, setup.ledger, setup.group, setup.island)
+        # Shards change hands only where everybody stops reading at the slot that settles them.
+        self.hand_over = len(self.fragments) == 1 and setup.config.overlap == 0
+        self.withdrawn = False  # a slot was given up, since the island is to stop
         self.outer: OuterState | None = None  # on the gateway
         self.transport: Transport | None = None  # on the gateway
 
@@ -123,9 +129,7 @@ class DiLoCo(SemiSync):
             return step
         anchors = [self.parameters.snapshot(fragment) for fragment in self.fragments]
         if self.group.is_gateway and self.outer is None:
-            self.outer = OuterState.found(
-                self.fragments, self.optimizer, [a for a in anchors if a is not None]
-            )
+            self.outer = self._found([a for a in anchors if a is not None])
         step = self._take_state(self._enter, step)
         self.setup.trace.step = step
         self.setup.trace.event("join", slot=self.next_slot)
@@ -133,6 +137,10 @@ class DiLoCo(SemiSync):
             self._dump("founding", list(enumerate(state.anchor for state in self.outer.states)))
         # Stopped, or admitted, between a slot's last inner step and its outcome: the slot comes first.
         return self.exchange(step, at_once=True)
+
+    def _found(self, anchors: list[torch.Tensor]) -> OuterState:
+        islands = self.setup.config.num_islands
+        return OuterState.found(self.fragments, self.optimizer, anchors, islands, self.hand_over)
 
     def complete(self) -> bool:
         return not self.flights and self.next_slot >= self.clock.reached(self.setup.steps)
@@ -167,12 +175,8 @@ class DiLoCo(SemiSync):
             return future.result() if done else None
 
         joined = self._wait(poll, self._stop_waiting)
-        changed, slot, position = self.group.tell(
-            (
-                [i for i, s in enumerate(outer.states) if (s.digest, s.lineage) != before[i]],
-                outer.slot,
-                outer.positions.get(self.setup.island),
-            )
+        changed, slot = self.group.tell(
+            ([i for i, s in enumerate(outer.states) if (s.digest, s.lineage) != before[i]], outer.slot)
             if outer
             else None
         )
@@ -183,8 +187,8 @@ class DiLoCo(SemiSync):
                 self.wire.reset(i)
         self.flights = [flight for flight in self.flights if flight.slot >= slot]
         self.next_slot = max(self.next_slot, slot)
-        if position is not None and changed:
-            self.setup.set_position(position)
+        if self.hand_over or enter == self._enter:
+            self.data.enter(outer, joined.present, healed=bool(changed))
         if joined.heals:
             # Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal.
             self.setup.trace.event(
@@ -206,16 +210,27 @@ class DiLoCo(SemiSync):
         """Account for an inner step."""
         self.steps = [steps + 1 for steps in self.steps]
         self.tokens = [seen + tokens for seen in self.tokens]
+        self.data.stepped(self.outer)
         if self.transport:
             self.transport.progress(step)
 
     def exchange(self, step: int, at_once: bool = False) -> int:
         """Apply what is due after ``step``, then send what is due (in this order); training waits only for the former.
 
-        at_once: apply everything. Returns the step to go on from.
+        at_once: apply everything. Without data to read, the island goes on listening, from slot to slot, until a committed
+        one gives it some. Returns the step to go on from.
         """
+        self.withdrawn = False
+        step = self._exchange(step, at_once)
+        while self.data.idle and step < self.setup.steps and not self.withdrawn:
+            step = self._exchange(max(step, self.clock.due(self.next_slot)), at_once=True)
+            if self.transport:
+                self.transport.progress(step)
+        return step
+
+    def _exchange(self, step: int, at_once: bool) -> int:
         step = self.apply(step, at_once)
-        while self.next_slot < self.clock.reached(step):
+        while self.next_slot < self.clock.reached(step) and not self.withdrawn:
             self.send(self.next_slot, step)
             self.next_slot += 1
             step = self.apply(step, at_once)
@@ -257,8 +272,9 @@ class DiLoCo(SemiSync):
                 steps=self.steps[index],
                 tokens=self.tokens[index],
                 finite=is_finite(delta),
-                positions=self.setup.position(),
+                **self.data.header(self.outer),
             )
+            flight.finite = header.finite
             payload = self.wire.encode(index, slot, delta) if header.finite else self.wire.blank(index)
             self.transport.offer(header, payload)
         flight.stall_s = time.monotonic() - began
@@ -274,14 +290,17 @@ class DiLoCo(SemiSync):
         if outcome.status == "committed":
             assert outcome.merged is not None
             if self.outer.states[flight.fragment].version == flight.version:
+                before = self.outer.copy()
                 self.outer.commit(
                     flight.slot,
                     flight.fragment,
                     outcome.merged,
                     list(outcome.participants),
                     outcome.tokens,
-                    outcome.positions,
+                    outcome.advanced,
+                    outcome.members,
                 )
+                self.data.committed(before, self.outer, outcome)
             else:
                 outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
         elif outcome.status == "failed":
@@ -304,7 +323,15 @@ class DiLoCo(SemiSync):
                 time.sleep(POLL_S)
                 self.send(flight.slot, step)
         elif outcome.status == "withdrawn":
+            self.withdrawn = True
             self.next_slot = min(self.next_slot, flight.slot)
+        elif not self.group.tell(flight.finite):
+            # Failed, and not finite. Only such state is thrown away: kept, it would fail every slot to come.
+            self.parameters.scatter(self.fragments[index], self.outer.states[index].anchor if self.outer else None)
+            self.steps[index] = self.tokens[index] = 0
+            self.data.discard(self.outer)
+        if self.hand_over:
+            self.data.settle(self.outer, outcome)
         if outcome.status != "withdrawn":
             self._trace_round(outcome, index, flight.stall_s + time.monotonic() - began)
         return step
@@ -371,6 +398,7 @@ class DiLoCo(SemiSync):
         if self.outer is None:
             return {}, {}
         own = {"steps": self.steps, "tokens": self.tokens, "layout": fingerprint(self.fragments)}
+        own |= self.data.state()
         return {"outer": self.outer.describe(), "own": own}, self.outer.tensors() | self.wire.residuals()
 
     def restore(self, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -378,9 +406,10 @@ class DiLoCo(SemiSync):
         if own["layout"] != fingerprint(self.fragments):
             raise ValueError("the checkpoint's outer state belongs to a model with other parameters")
         self.steps, self.tokens = list(map(int, own["steps"])), list(map(int, own["tokens"]))
+        self.data.restore(own)
         if self.group.is_gateway:
             blank = [torch.empty(0, dtype=torch.float32) for _ in self.fragments]
-            self.outer = OuterState.found(self.fragments, self.optimizer, blank)
+            self.outer = self._found(blank)
             self.outer.restore(description["outer"], tensors)
             self.wire.restore(tensors)
         self.next_slot = int(description["outer"]["slot"])

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from torchtitan_diloco.config.own import SemiSyncConfig
+from torchtitan_diloco.data.ledger import Ledger
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.transport import Transport
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters
 from torchtitan_diloco.observe.events import Trace
+from torchtitan_diloco.semi_sync.share import SampleFeed
 
 
 @dataclass(slots=True)
@@ -22,7 +24,8 @@ class Setup:
     """Everything a method works with, on each rank of the island.
 
     make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of the run.
-    position / set_position: consumed samples of the island's data shard. settings: what all islands must agree on.
+    settings: what all islands must agree on. feed: the data loader, if it accounts for its samples. ledger: on the gateway,
+    where that account is written.
     """
 
     config: SemiSyncConfig
@@ -37,8 +40,8 @@ class Setup:
     drain: DrainFlag
     make_transport: Callable[..., Transport]
     settings: dict[str, Any] = field(default_factory=dict)
-    position: Callable[[], int] = lambda: 0
-    set_position: Callable[[int], None] = lambda position: None
+    feed: SampleFeed | None = None
+    ledger: Ledger | None = None
     dump_sends: Path | None = None
 
 

@@ -37,6 +37,8 @@ def test_every_range_is_about_a_key_and_every_number_has_a_range() -> None:
 def test_the_contracted_sections_are_there() -> None:
     ours = {
         "data.seed": 0,
+        "data.shards": 64,
+        "data.shared": True,
         "data.sources": [],
         "island.id": 0,
         "island.name": "",

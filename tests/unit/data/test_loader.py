@@ -11,10 +11,12 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.helpers.documents import numbered_documents
+from torchtitan_diloco.config.own import DataSource
 from torchtitan_diloco.data.loader import CorpusDataLoader
 from torchtitan_diloco.data.order import permute
 from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.outer.shares import share_of
 
 SEQ_LEN, BATCH = 8, 3
 
@@ -31,8 +33,20 @@ def corpus_dir(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def build(corpus_dir: Path, tokenizer_dir: Path) -> Callable[..., CorpusDataLoader]:
     tokenizer = HuggingFaceTokenizer(tokenizer_path=str(tokenizer_dir))
 
-    def make(rank: int = 0, ranks: int = 1, *, batch: int = BATCH, seq_len: int = SEQ_LEN, **fields: object):
-        config = CorpusDataLoader.Config(**{"path": str(corpus_dir)} | fields)
+    def make(
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        batch: int = BATCH,
+        seq_len: int = SEQ_LEN,
+        path: str = str(corpus_dir),
+        prepare_from: str = "",
+        present: str = "",
+        others: tuple[DataSource, ...] = (),
+        **fields: object,
+    ):
+        first = DataSource(path=path, prepare_from=prepare_from, present=present)
+        config = CorpusDataLoader.Config(sources=[first, *others], **fields)
         return config.build(
             dp_world_size=ranks,
             dp_rank=rank,
@@ -75,36 +89,42 @@ def test_it_is_a_torchtitan_dataloader_with_its_tensors(build: Callable[..., Cor
 def test_an_epoch_reads_the_seeded_order_and_the_next_epoch_follows(
     build: Callable[..., CorpusDataLoader],
 ) -> None:
-    loader = build(seed=11)
-    n = len(loader.corpus)
-    assert n % BATCH != 0  # so that a batch crosses the border
-    wanted = np.concatenate([permute(np.arange(n), n, seed=11, epoch=epoch) for epoch in range(3)])
-    got = rows(take(loader, 2 * n // BATCH))
-    inputs = loader.corpus.read(wanted[: len(got)]).inputs
+    """One island that reads all shards goes through each epoch's permutation place by place."""
+    loader = build(seed=11, shards=16)
+    source, corpus = loader.sources[0], loader.samples[0]
+    n = len(corpus)
+    assert n % BATCH != 0 and n % 16 != 0  # so that a batch crosses the border, and shards differ in size
+    wanted = np.concatenate([permute(np.arange(n), n, seed=source.seed, epoch=epoch) for epoch in range(3)])
+    got = rows(take(loader, 2 * n // BATCH + 1))
+    inputs = corpus.read(wanted[: len(got)]).inputs
     assert [row[0] for row in got] == [tuple(row) for row in inputs.tolist()]
-    assert loader.epoch == loader.position // n == (1 if len(got) < 2 * n else 2)
-    np.testing.assert_array_equal(loader.sample_ids(5, 2 * n), wanted[5 : 5 + 2 * n])
+    assert loader.epoch == 2
 
 
 @pytest.mark.parametrize("num_islands", [1, 2, 3, 7])
-def test_islands_share_an_epoch_without_overlap_and_evenly(
+def test_founding_islands_share_an_epoch_without_overlap(
     build: Callable[..., CorpusDataLoader], num_islands: int
 ) -> None:
-    loaders = [build(island_id=i, num_islands=num_islands, batch=1) for i in range(num_islands)]
-    n = len(loaders[0].corpus)
-    for epoch in (0, 1):
-        share = n // num_islands
-        ids = [loader.sample_ids(epoch * share, share).tolist() for loader in loaders]
-        together = list(itertools.chain(*ids))
-        assert len(set(together)) == len(together) == share * num_islands
-        left_out = permute(np.arange(share * num_islands, n), n, seed=0, epoch=epoch).tolist()
-        assert sorted(together + left_out) == list(range(n))
+    everybody = range(num_islands)
+    together: list[tuple] = []
+    for island in everybody:
+        loader = build(island_id=island, num_islands=num_islands, batch=1)
+        share = share_of(island, loader.holds(), dict.fromkeys(everybody), 0, everybody)
+        assert not share.guest
+        loader.assign(dict.fromkeys(share.streams, 0))
+        count = sum(loader.sources[0].size(int(name.split("/")[1])) for name in share.streams)
+        together += rows(take(loader, count))
+        assert loader.epoch == 1
+    n = len(loader.samples[0])
+    assert sorted(row[0] for row in together) == sorted(
+        map(tuple, loader.samples[0].read(np.arange(n)).inputs.tolist())
+    )
 
 
 def test_two_ranks_read_what_one_rank_with_twice_the_batch_reads(
     build: Callable[..., CorpusDataLoader],
 ) -> None:
-    fields = {"island_id": 1, "num_islands": 2, "seed": 4}
+    fields = {"island_id": 1, "seed": 4}
     one = take(build(batch=2 * BATCH, **fields), 12)
     ranks = [take(build(rank, 2, **fields), 12) for rank in (0, 1)]
     for whole, first, second in zip(one, *ranks, strict=True):
@@ -115,14 +135,14 @@ def test_two_ranks_read_what_one_rank_with_twice_the_batch_reads(
 def test_resume_from_any_position_yields_the_same_batches(
     build: Callable[..., CorpusDataLoader], steps: int
 ) -> None:
-    whole = build(num_islands=2)
+    whole = build()
     batches = take(whole, steps + 10)
-    saved = build(num_islands=2)
+    saved = build()
     take(saved, steps)
-    resumed = build(num_islands=2)
+    resumed = build()
     take(resumed, 3)  # it had gone elsewhere before
     resumed.load_state_dict(saved.state_dict())
-    assert resumed.position == steps * BATCH
+    assert sum(resumed.positions().values()) == steps * BATCH
     assert take(resumed, 10) == batches[steps:]
 
 
@@ -136,23 +156,51 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks(build: Callable[..., 
     assert sorted(before + rows(take(after, 4))) == sorted(rows(take(build(), 12)))
 
 
-def test_the_position_can_be_set_while_iterating(build: Callable[..., CorpusDataLoader]) -> None:
-    loader, straight = build(), build()
-    iterator, expected = iter(loader), take(straight, 9)
-    next(iterator)
-    loader.position = 6 * BATCH  # forwards
-    assert next(iterator)[0]["input"].tolist() == expected[6][0]
-    loader.position = 2 * BATCH  # and back
-    assert next(iterator)[0]["input"].tolist() == expected[2][0]
+def test_resume_in_the_second_epoch_of_twenty_samples_reads_exactly_what_is_left(
+    build: Callable[..., CorpusDataLoader], tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    """The loader has no worker processes, so there is only this one case of them."""
+    documents = numbered_documents(400)
+    for count in range(1, 400):
+        (tmp_path / "input.txt").write_text("\n\n".join(documents[:count]))
+        manifest = prepare([tmp_path / "input.txt"], tokenizer_dir, SEQ_LEN, tmp_path / f"corpus-{count}") \
+            if sum(len(d.split()) + 1 for d in documents[:count]) >= 20 * SEQ_LEN else None  # fmt: skip
+        if manifest is not None:
+            break
+    assert manifest is not None and manifest.counts.sequences == 20
+    path = str(tmp_path / f"corpus-{count}")
+    everything = sorted(map(tuple, build(path=path).samples[0].read(np.arange(20)).inputs.tolist()))
+    for stop in range(21, 40):
+        before = build(path=path, batch=1)
+        seen = rows(take(before, stop))[20:]
+        after = build(path=path, batch=1)
+        after.load_state_dict(before.state_dict())
+        rest = rows(take(after, 40 - stop))
+        assert sorted(row[0] for row in seen + rest) == everything
+        assert [r[0] for r in seen + rest] != everything  # shuffled
+
+
+def test_streams_can_change_hands_while_iterating(build: Callable[..., CorpusDataLoader]) -> None:
+    loader = build(batch=1, shards=4)
+    iterator = iter(loader)
+    for _ in range(6):
+        next(iterator)
+    before = loader.positions()
+    assert sum(before.values()) == 6 and set(before.values()) == {1, 2}
+    name = sorted(before)[2]
+    loader.assign({name: 5})
+    for _ in range(3):
+        next(iterator)
+    assert loader.positions() == {name: 8}
     with pytest.raises(ValueError, match="must not be negative"):
-        loader.position = -1
+        loader.assign({name: -1})
 
 
 def test_far_positions_cost_no_more_than_near_ones(build: Callable[..., CorpusDataLoader]) -> None:
     loader = build()
-    loader.position = 10**15
+    loader.assign(dict.fromkeys(loader.positions(), 10**15))
     assert len(take(loader, 2)) == 2
-    assert loader.epoch == (10**15 + 2 * BATCH) // len(loader.corpus)
+    assert loader.epoch >= 10**15 // len(loader.samples[0])
 
 
 def test_a_batch_that_stays_in_use_is_not_overwritten(build: Callable[..., CorpusDataLoader]) -> None:
@@ -180,8 +228,7 @@ def test_an_absent_corpus_is_prepared_on_first_use(
     ("fields", "message"),
     [
         ({"path": ""}, r"data\.sources\.path: not set"),
-        ({"island_id": 2, "num_islands": 2}, r"island\.id: is 2, but the run has 2 islands"),
-        ({"island_id": -1}, r"island\.id: is -1"),
+        ({"shards": 2, "num_islands": 3}, r"data\.shards: is 2, but the run has 3 islands"),
         ({"seq_len": 9}, r"training\.seq_len: is 9, but the corpus .* was prepared for 8"),
         ({"model_vocab_size": 99}, r"model\.flavor: the model's vocabulary has 99 entries, .* has 100"),
         (
@@ -202,18 +249,33 @@ def test_what_does_not_fit_is_refused(
 def test_another_tokenizer_is_refused(corpus_dir: Path, make_tokenizer: Callable[..., Path]) -> None:
     tokenizer = HuggingFaceTokenizer(tokenizer_path=str(make_tokenizer("no bos")))
     with pytest.raises(UserError, match=r"model\.hf_assets_path: the tokenizer .* is not the one"):
-        CorpusDataLoader.Config(path=str(corpus_dir)).build(
+        CorpusDataLoader.Config(sources=[DataSource(path=str(corpus_dir))]).build(
             dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1
         )
 
 
-def test_a_state_of_another_corpus_is_refused_and_of_another_seed_noted(
-    build: Callable[..., CorpusDataLoader], caplog: pytest.LogCaptureFixture
+def test_a_state_of_another_corpus_order_or_number_of_shards_is_refused(
+    build: Callable[..., CorpusDataLoader],
 ) -> None:
     loader = build()
     state = loader.state_dict()
     loader.load_state_dict({})
     with pytest.raises(UserError, match=r"data\.sources\.path: the checkpoint was made with another corpus"):
-        loader.load_state_dict(state | {"corpus": "0" * 64})
-    loader.load_state_dict(state | {"seed": 5, "position": 12})
-    assert loader.position == 12 and "data.seed was 5" in caplog.text
+        loader.load_state_dict(state | {"positions": '{"000000000000/3": 5}'})
+    with pytest.raises(UserError, match=r"data\.seed: was 5 in the checkpoint and is 0 now"):
+        loader.load_state_dict(state | {"seed": 5})
+    with pytest.raises(UserError, match=r"data\.shards: was 8 in the checkpoint and is 64 now"):
+        loader.load_state_dict(state | {"shards": 8})
+    with pytest.raises(UserError, match=r"no positions by stream"):
+        loader.load_state_dict({"position": 12})
+
+
+def test_the_same_corpus_twice_is_refused(build: Callable[..., CorpusDataLoader], corpus_dir: Path) -> None:
+    with pytest.raises(UserError, match="hold the same sequences"):
+        build(others=(DataSource(path=str(corpus_dir)),))
+
+
+@pytest.mark.parametrize("ranges", ["0-64", "x", "5-2", "64"])
+def test_shards_that_are_none_are_refused(build: Callable[..., CorpusDataLoader], ranges: str) -> None:
+    with pytest.raises(UserError, match=r"data\.sources\.present: "):
+        build(present=ranges)

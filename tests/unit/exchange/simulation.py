@@ -68,7 +68,7 @@ class Actor:
         noise = torch.tensor([float(hash((self.island, self.incarnation, slot, i)) % 97) for i in range(3)])
         header = Header(
             self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
-            steps, steps * 10, True, slot,
+            steps, steps * 10, True, {f"a/{self.island}": slot + 1}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
         self.transport.offer(header, (state.anchor - noise).view(torch.uint8))
 
@@ -93,7 +93,8 @@ class Actor:
                 outcome.merged,
                 list(outcome.participants),
                 outcome.tokens,
-                outcome.positions,
+                outcome.advanced,
+                outcome.members,
             )
             self.steps[fragment] = 0
         elif outcome.status == "failed" and not taken:

@@ -77,7 +77,7 @@ class Gateway:
         s = self.state
         header = Header(
             self.island, s.slot, 0, s.states[0].version, s.states[0].digest, s.states[0].lineage, s.tokens_total,
-            steps, steps * 10, finite, s.slot,
+            steps, steps * 10, finite, {f"a/{self.island}": s.slot + 1}, {}, {"a": "0-7"}, False,
         )  # fmt: skip
         self.transport.offer(header, torch.full((SIZE,), delta).view(torch.uint8))
 
@@ -87,8 +87,9 @@ class Gateway:
         if outcome.status == "committed":
             assert outcome.merged is not None
             self.state.commit(
-                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens, outcome.positions
-            )
+                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens,
+                outcome.advanced, outcome.members,
+            )  # fmt: skip
         elif outcome.status == "failed":
             self.state.fail(outcome.slot)
         self.transport.publish(self.state)
@@ -149,7 +150,7 @@ def test_islands_with_different_weights_found_from_the_lowest_id(lighthouse: Lig
 def test_the_longest_history_wins_whatever_the_id(lighthouse: LighthouseConfig) -> None:
     """FR-06: an island with history and a fresh one start together."""
     a, b = Gateway(lighthouse, 0, value=2.0), Gateway(lighthouse, 1, value=1.0)
-    b.state.commit(0, 0, torch.zeros(SIZE), [1], 100, {1: 5})
+    b.state.commit(0, 0, torch.zeros(SIZE), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}})
     joined_a, joined_b = together(partial(a.join, 2), partial(b.join, 2, step=17))
     assert isinstance(joined_a, Joined) and isinstance(joined_b, Joined)
     assert joined_b.heals == () and joined_b.step == 17

@@ -43,23 +43,22 @@ class Request:
 def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
     """Prepare every source that is not there yet, those of single islands included, before islands could race for it.
 
-    ranks: island id -> processes. Raises UserError, also where the corpus does not fill a batch.
+    ranks: island id -> processes. Raises UserError, also where the corpora do not fill a batch.
     """
-    from torchtitan_diloco.data.manifest import load_manifest
-    from torchtitan_diloco.data.prepare import ensure_prepared
+    from torchtitan_diloco.data.samples import open_samples
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
-    views = {number: for_island(config, number) for number in ranks}
-    for source, view in {
-        source.path: (source, v) for v in views.values() for source in v.data.sources
-    }.values():
-        ensure_prepared(source.path, source.prepare_from, view.model.hf_assets_path, view.training.seq_len)
-    manifests: dict[str, Any] = {}
-    for number, view in views.items():
-        for source in view.data.sources:
-            manifest = manifests.setdefault(source.path, load_manifest(source.path))
-            require_full_batches(view, [ranks[number]], manifest.counts.sequences, source.path)
-    return DataIdentity(manifests=[manifest.digest for manifest in manifests.values()], tokenizer=tokenizer)
+    manifests: dict[str, str] = {}  # path -> digest
+    for number in ranks:
+        view = for_island(config, number)
+        samples = [
+            open_samples(source, view.model.hf_assets_path, view.training.seq_len) for source in view.data.sources
+        ]
+        manifests |= {source.path: s.digest for source, s in zip(view.data.sources, samples, strict=True)}
+        if samples:
+            paths = ", ".join(source.path for source in view.data.sources)
+            require_full_batches(view, [ranks[number]], sum(map(len, samples)), paths)
+    return DataIdentity(manifests=list(manifests.values()), tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

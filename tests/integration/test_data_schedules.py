@@ -1,0 +1,68 @@
+"""Every sample is accounted for, whatever islands do: the audit against an independent account of ids."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.schedules import Schedule, source
+from tests.unit.exchange.simulation import random_script
+from torchtitan_diloco.data.streams import Source
+
+SCHEDULES = int(os.environ.get("DILOCO_DATA_SCHEDULES", "5000"))
+SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))
+
+
+def holdings_of(rng: random.Random, islands: int) -> list[list[Source]]:
+    """All the same, or some islands without a source or with a part of it."""
+    shards = rng.choice([1, 3, 8])
+    big, small = rng.randrange(6, 40), rng.randrange(4, 12)
+    whole = [source("a", big, shards), source("b", small, shards, weight=0.3)]
+    if rng.random() < 0.6:
+        return [whole for _ in range(islands)]
+    parts = [
+        whole,
+        [source("a", big, shards, present="0")],
+        [source("b", small, shards, weight=2.0)],
+        [source("a", big, shards, present=f"0-{shards - 1}")],
+    ]
+    return [whole if rng.random() < 0.5 else rng.choice(parts) for _ in range(islands)]
+
+
+def one(folder: Path, seed: int):
+    rng = random.Random(seed)
+    islands = 1 + seed % 5
+    script = random_script(seed, faults=rng.randrange(0, 6), boundaries=60 * islands)
+    schedule = Schedule(folder, holdings_of(rng, islands), seed, script, slots=rng.randrange(3, 9))
+    schedule.run()
+    schedule.close()
+    return schedule, schedule.check()
+
+
+@pytest.mark.timeout(600)
+def test_the_audit_equals_an_independent_account_of_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10,000: DILOCO_DATA_SCHEDULES=10000. Replay one with DILOCO_SEED=<seed> DILOCO_DATA_SCHEDULES=1."""
+    with capsys.disabled():
+        print(f"\n{SCHEDULES} random schedules from DILOCO_SEED={SEED}")
+    second, lost, slots, idle, forks = 0, 0, 0, 0, 0
+    for seed in range(SEED, SEED + SCHEDULES):
+        folder = tmp_path / str(seed)
+        try:
+            schedule, report = one(folder, seed)
+        except Exception as error:
+            raise AssertionError(f"DILOCO_SEED={seed} DILOCO_DATA_SCHEDULES=1: {error}") from error
+        second += any(row.epoch >= 1 and row.consumed for row in report.epochs)
+        lost += sum(row.lost for row in report.epochs) > 0
+        forks += len(schedule.truth.slots) > report.slot + 1
+        slots += len(schedule.truth.slots)
+        idle += any(actor.method.data.guest for actor in schedule.every)
+        shutil.rmtree(folder)
+    with capsys.disabled():
+        print(f"{slots} committed slots; {second} schedules reached the second epoch, {lost} lost samples, "
+              f"{idle} had a guest at the end")  # fmt: skip
+    if SCHEDULES >= 500:  # the schedules hit what they are meant to hit
+        assert second > SCHEDULES // 5 and lost > SCHEDULES // 20

@@ -1,0 +1,70 @@
+"""Reads the ledgers below run folders and audits them; words for people."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_diloco.data.audit import Account, Report, audit
+from torchtitan_diloco.data.ledger import LEDGER, READING, read_ledger, read_reading
+from torchtitan_diloco.errors import UserError
+
+SHOWN = 20
+"""Lost ranges that are printed of one epoch."""
+
+
+def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
+    """Audits a run from its folders (several, when islands lie on several file systems).
+
+    Raises UserError naming ``setting`` when there is no ledger below them, or one cannot be read.
+    """
+    accounts, notes = [], []
+    for run in runs:
+        for path in sorted(run.glob(f"island-*/{LEDGER}")):
+            try:
+                entries, broken = read_ledger(path)
+            except OSError as error:
+                raise UserError(f"{setting}: cannot read {path}: {error.strerror}") from error
+            if broken:
+                notes.append(f"{path}: {broken} lines cannot be read and are left out")
+            island = int(path.parent.name.removeprefix("island-"))
+            running = _will_go_on(path.parent / "state.json")
+            accounts.append(Account(island, entries, read_reading(path.parent / READING), running))
+    if not accounts:
+        raise UserError(
+            f"{setting}: no island-*/{LEDGER} below {', '.join(map(str, runs))}; give the folder of a run that read "
+            "[[data.sources]] with a semi-synchronous method (training.dataset keeps no ledger)"
+        )
+    report = audit(accounts)
+    report.notes += notes
+    return report
+
+
+def _will_go_on(state: Path) -> bool:
+    try:
+        return json.loads(state.read_text())["state"] in ("running", "resume")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def describe(report: Report) -> str:
+    """A table of the epochs, then what was lost and why, then what is broken."""
+    lines = [f"up to slot {report.slot}"] if report.slot >= 0 else ["no slot was committed"]
+    columns = ("samples", "consumed", "lost", "repeated", "in flight", "deferred", "unread")
+    lines.append(f"{'source':<34} {'epoch':>5} " + " ".join(f"{c:>10}" for c in columns))
+    for row in report.epochs:
+        counts = (
+            row.samples, row.consumed, row.lost, row.repeated, row.in_flight, row.deferred, row.unread,
+        )  # fmt: skip
+        name = f"{row.source} {row.path[-20:]}"
+        lines.append(f"{name:<34} {row.epoch:>5} " + " ".join(f"{n:>10}" for n in counts))
+    for row in report.epochs:
+        for lost in row.ranges[:SHOWN]:
+            lines.append(
+                f"lost: epoch {row.epoch}, stream {lost.stream}, positions {lost.begin} to {lost.end - 1}: {lost.cause}"
+            )
+        if len(row.ranges) > SHOWN:
+            lines.append(f"lost: epoch {row.epoch}: {len(row.ranges) - SHOWN} more ranges (see --json)")
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"broken: {problem}" for problem in report.problems]
+    lines.append("every sample was consumed at most once" if report.ok else "the account is broken")
+    return "\n".join(lines)
