@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ def prepare_environment() -> None:
     """One setting, one place: TorchFT's variables would beat what the TOML says."""
     for name in [name for name in os.environ if name.startswith("TORCHFT_")]:
         del os.environ[name]
+    # Without a launcher there is none; the one made up here is also that of an error before training.
+    os.environ.setdefault(INCARNATION, uuid.uuid4().hex[:12])
     os.environ.setdefault("RUST_LOG", "warn")  # TorchFT's own logger; at "info" it writes a line per quorum
 
 
@@ -34,7 +37,7 @@ def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
             trace = Trace(
                 Path(island_folder(resolved.config)),
                 resolved.config.island.id,
-                os.environ.get(INCARNATION, ""),
+                os.environ[INCARNATION],
             )
             trace.event("error", kind="config", message=str(error))
             trace.state("fatal", str(error))

@@ -29,6 +29,7 @@ from torchtitan_diloco.island.settings import IslandTrainerConfig
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 
 RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 GROUP_TIMEOUT_S = 3600.0
 """Ranks of an island meet at least every few seconds while they wait for others, so this only catches a dead rank."""
@@ -91,10 +92,9 @@ class DiLoCoTrainer(Trainer):
 
     # ---- TorchTitan's hooks ----------------------------------------------------------------------------------------
 
-    def batch_generator(
-        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
-    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """Called once, after the checkpoint is loaded and before the first step: the place to enter the run."""
+        self.trace.step = self.step
         if isinstance(self.checkpointer, IslandCheckpointManager) and self.step > 0:
             self._restore(self.checkpointer)
         last = self.step >= self.config.training.steps and not self.method.complete()
@@ -116,7 +116,7 @@ class DiLoCoTrainer(Trainer):
             self._stop_early()
         return not self.drained and super().should_continue_training()
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         began = time.monotonic()
         self.trace.step = self.step
         super().train_step(data_iterator)

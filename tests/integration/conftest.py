@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_diloco.data.prepare import prepare
+
 REPO = Path(__file__).parents[2]
 
 
@@ -60,3 +62,11 @@ def unequal_islands_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return FinishedRun(folder / "outputs" / "unequal", done.stdout, time.monotonic() - began)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled text in sequences of 64, for runs that are not about preparing it."""
+    folder = tmp_path_factory.mktemp("corpus") / "kjv-64"
+    prepare(["bundled:kjv"], "bundled:bpe2048", 64, folder)
+    return folder

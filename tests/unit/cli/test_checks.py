@@ -34,11 +34,15 @@ def test_every_name_that_passes_without_a_look_at_the_registries_is_registered()
 def test_unknown_methods_and_transports_are_refused_with_what_there_is(config: RunConfig) -> None:
     checks.require_known_names(config)
     config.semi_sync.method = "dilco"
-    with pytest.raises(UserError, match=r'semi_sync\.method: "dilco" is not a method; registered are diloco, '):
+    with pytest.raises(
+        UserError, match=r'semi_sync.method: "dilco" is not a method; registered are diloco, '
+    ):
         checks.require_known_names(config)
     config.semi_sync.method = "diloco"
     config.transport.kind = "pigeon"
-    with pytest.raises(UserError, match=r'transport\.kind: "pigeon" is not a transport; registered are gloo, '):
+    with pytest.raises(
+        UserError, match=r'transport.kind: "pigeon" is not a transport; registered are gloo, '
+    ):
         checks.require_known_names(config)
     config.semi_sync.method = "none"  # uses no transport
     checks.require_known_names(config)
@@ -46,7 +50,7 @@ def test_unknown_methods_and_transports_are_refused_with_what_there_is(config: R
 
 def test_a_taken_port_is_refused_and_a_free_one_is_not_held(config: RunConfig, taken_port: int) -> None:
     config.island.port = taken_port
-    with pytest.raises(UserError, match=rf"island\.port: {taken_port} is taken"):
+    with pytest.raises(UserError, match=rf"island.port: {taken_port} is taken"):
         checks.require_free_port(config)
     with socket.create_server(("127.0.0.1", 0)) as other:
         config.island.port = other.getsockname()[1]
@@ -56,7 +60,7 @@ def test_a_taken_port_is_refused_and_a_free_one_is_not_held(config: RunConfig, t
 
 def test_islands_of_one_machine_cannot_share_a_port(config: RunConfig) -> None:
     config.island.port, config.semi_sync.num_islands = 23456, 2
-    with pytest.raises(UserError, match=r"island\.port: is 23456, but the 2 islands"):
+    with pytest.raises(UserError, match=r"island.port: is 23456, but the 2 islands"):
         checks.require_free_port(config)
 
 

@@ -234,7 +234,12 @@ def test_an_unfinished_run_with_other_settings_is_refused_naming_them_until_fres
 def test_a_run_that_ended_before_its_first_step_does_not_stand_in_the_way_of_the_corrected_one(
     start_run: Start, tmp_path: Path
 ) -> None:
-    assert start_run("--semi_sync.sync_every", "7", fatal={"0": "model.flavor: no such flavor"}).end() == 2
+    assert (
+        start_run(
+            "--semi_sync.sync_every", "7", fatal=dict.fromkeys("01", "model.flavor: no such flavor")
+        ).end()
+        == 2
+    )
     corrected = start_run("--semi_sync.sync_every", "5")
     assert corrected.end() == 0, corrected.output
     assert "ended before its first inner step; moved aside to" in corrected.output

@@ -1,0 +1,73 @@
+"""Several runs on one machine never meet; a run of one island needs no Lighthouse."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import event_schema
+from tests.helpers.real_run import LocalRun, local_run, write_config
+
+ARGUMENTS = ("--training.steps", "10")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[tuple[LocalRun, LocalRun]]:
+    """The same command at the same time in two folders."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    with (
+        local_run(folders[0], write_config(folders[0], corpus), *ARGUMENTS) as first,
+        local_run(folders[1], write_config(folders[1], corpus), *ARGUMENTS) as second,
+    ):
+        for run in (first, second):
+            assert run.end(within_s=180) == 0, run.output + run.errors
+        yield first, second
+
+
+def test_two_runs_at_once_both_finish_with_ids_and_lighthouses_of_their_own(
+    pair: tuple[LocalRun, LocalRun],
+) -> None:
+    ids, addresses = set(), set()
+    for run in pair:
+        assert list(run.common_digests()) == [0, 1]
+        assert [run.state(i)["state"] for i in (0, 1)] == ["done", "done"]
+        ids.add(json.loads((run.path / "run.json").read_text())["run_id"])
+        addresses |= set(re.findall(r"Lighthouse (http://127.0.0.1:\d+)", run.output))
+    assert len(ids) == len(addresses) == 2
+
+
+def test_nothing_that_either_of_two_runs_writes_mentions_the_other(pair: tuple[LocalRun, LocalRun]) -> None:
+    for run, other in (pair, pair[::-1]):
+        record = json.loads((other.path / "run.json").read_text())
+        (port,) = re.findall(r"Lighthouse http://127.0.0.1:(\d+)", other.output)
+        incarnations = [other.state(i)["incarnation"] for i in (0, 1)]
+        strangers = [record["run_id"], f"127.0.0.1:{port}", str(other.path.parents[1]), *incarnations]
+        written = [
+            path for path in run.path.rglob("*") if path.suffix in (".log", ".jsonl", ".json", ".toml")
+        ]
+        text = "\n".join(path.read_text(errors="replace") for path in written) + run.output + run.errors
+        assert len(written) > 8
+        assert [stranger for stranger in strangers if stranger in text] == []
+        assert "of another run" not in text
+        for island in (0, 1):
+            assert all(e["participants"] == [0, 1] for e in run.events(island, "round"))
+
+
+def test_one_island_without_a_method_trains_alone_and_no_lighthouse_is_started(
+    tmp_path: Path, corpus: Path
+) -> None:
+    arguments = ("--islands", "1", "--semi_sync.method", "none", "--training.steps", "25")
+    with local_run(tmp_path, write_config(tmp_path, corpus), *arguments) as run:
+        assert run.end() == 0, run.output + run.errors
+    assert "Lighthouse none" in run.output and not (run.path / "lighthouse.log").exists()
+    assert event_schema.problems(run.events(0)) == []
+    kinds = [event["event"] for event in run.events(0)]
+    assert "round" not in kinds and "heal" not in kinds and kinds[0] == "start" and kinds[-1] == "end"
+    assert [event["step"] for event in run.events(0, "inner")] == list(range(1, 26))
+    losses = [event["loss"] for event in run.events(0, "inner")]
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.5
+    assert run.state(0)["state"] == "done"
+    for words in ("Traceback", "FATAL", "core dumped", "terminate called"):
+        assert words not in run.logs()
