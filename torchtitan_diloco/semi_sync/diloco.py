@@ -79,6 +79,7 @@ class DiLoCo(SemiSync):
         self.tokens = [0] * len(self.fragments)
         self.next_slot = 0  # to send
         self.flights: list[Flight] = []  # in the order of their slots
+        self.withdrawn = False  # a slot was given up, since the island is to stop
         self.wire = self.make_wire()
         self.outer: OuterState | None = None  # on the gateway
         self.transport: Transport | None = None  # on the gateway
@@ -214,8 +215,9 @@ class DiLoCo(SemiSync):
 
         at_once: apply everything. Returns the step to go on from.
         """
+        self.withdrawn = False
         step = self.apply(step, at_once)
-        while self.next_slot < self.clock.reached(step):
+        while self.next_slot < self.clock.reached(step) and not self.withdrawn:
             self.send(self.next_slot, step)
             self.next_slot += 1
             step = self.apply(step, at_once)
@@ -304,6 +306,7 @@ class DiLoCo(SemiSync):
                 time.sleep(POLL_S)
                 self.send(flight.slot, step)
         elif outcome.status == "withdrawn":
+            self.withdrawn = True
             self.next_slot = min(self.next_slot, flight.slot)
         if outcome.status != "withdrawn":
             self._trace_round(outcome, index, flight.stall_s + time.monotonic() - began)
