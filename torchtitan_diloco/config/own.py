@@ -115,7 +115,7 @@ class MergeConfig:
     method: str = "mean"
     """Merge rule."""
     weight: Literal["tokens", "steps", "equal"] = "tokens"
-    """What an island's delta weighs: "tokens" is tokens^2 / steps since it last applied the fragment (quantity times effective batch, arXiv 2604.21428), "steps" its inner steps, "equal" the same for all."""
+    """Weight of an island's delta: "tokens" is tokens^2 / steps (quantity times effective batch), "equal" one for all."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,10 +11,11 @@ from torchtitan_diloco.outer.shares import expand, split
 class Header:
     """What an island says about its contribution before any bulk moves.
 
-    version, digest: of the anchor the delta is based on. lineage: the fragment's history that led to it. steps,
-    tokens: since the island last applied this fragment. tokens_total: committed tokens of that history. finite: the delta has no NaN or infinity.
-    positions: how far the island has read each stream it has read since the last committed slot (see ``shares``). holds: the
-    shards it can read. skipped: up to where its streams were passed over, since the weights they led to were thrown away.
+    version, digest: of the anchor the delta is based on. lineage: the fragment's history that led to it. steps, tokens: since
+    the island last applied this fragment. tokens_total: committed tokens of that history. finite: the delta has no NaN
+    or infinity. positions: how far the island has read each stream it has read since the last committed slot (see
+    ``shares``). skipped: up to where its streams were passed over, since the weights they led to were thrown away. holds:
+    the shards it can read.
     guest: it reads streams that belong to members it believes to be gone.
     """
 

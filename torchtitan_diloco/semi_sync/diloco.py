@@ -13,26 +13,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer.delta import pseudo_gradient
 from torchtitan_diloco.outer.digest import is_finite
-from torchtitan_diloco.outer.fragments import (
-    Fragment,
-    TensorSpec,
-    balanced,
-    by_layer,
-    by_modules,
-    fingerprint,
-    whole_model,
-)
+from torchtitan_diloco.outer.fragments import fingerprint
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.semi_sync.fragments import dump, partition
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
 from torchtitan_diloco.semi_sync.share import DataShare
 from torchtitan_diloco.semi_sync.waiting import in_background, wait_for
@@ -73,7 +65,7 @@ class DiLoCo(SemiSync):
         self.setup = setup
         self.group = setup.group
         self.parameters = setup.parameters
-        self.fragments = self.partition(list(setup.parameters.specs.values()))
+        self.fragments = partition(setup.config, list(setup.parameters.specs.values()))
         self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments))
         self.optimizer = self.make_optimizer()
         self.check_merge()
@@ -81,28 +73,13 @@ class DiLoCo(SemiSync):
         self.tokens = [0] * len(self.fragments)
         self.next_slot = 0  # to send
         self.flights: list[Flight] = []  # in the order of their slots
+        self.withdrawn = False  # a slot was given up, since the island is to stop
         self.wire = self.make_wire()
         self.data = DataShare(setup.feed, setup.ledger, setup.group, setup.island)
         # Shards change hands only where everybody stops reading at the slot that settles them.
         self.hand_over = len(self.fragments) == 1 and setup.config.overlap == 0
-        self.withdrawn = False  # a slot was given up, since the island is to stop
         self.outer: OuterState | None = None  # on the gateway
         self.transport: Transport | None = None  # on the gateway
-
-    def partition(self, specs: list[TensorSpec]) -> tuple[Fragment, ...]:
-        config = self.setup.config
-        try:
-            if config.module_fqns_per_fragment:
-                return by_modules(specs, config.module_fqns_per_fragment)
-            if config.fragments == 1:
-                return whole_model(specs)
-            if config.fragment_by == "tensor":
-                return balanced(specs, config.fragments)
-            return by_layer(specs, config.fragments, strided=config.fragment_by == "layer")
-        except ValueError as error:
-            explicit = config.module_fqns_per_fragment
-            setting = "module_fqns_per_fragment" if explicit else f"fragments = {config.fragments}"
-            raise UserError(f"semi_sync.{setting}: {error}") from error
 
     def make_optimizer(self) -> OuterSGD:
         outer = self.setup.config.outer
@@ -327,9 +304,12 @@ class DiLoCo(SemiSync):
             self.next_slot = min(self.next_slot, flight.slot)
         elif not self.group.tell(flight.finite):
             # Failed, and not finite. Only such state is thrown away: kept, it would fail every slot to come.
-            self.parameters.scatter(self.fragments[index], self.outer.states[index].anchor if self.outer else None)
+            self.parameters.scatter(
+                self.fragments[index], self.outer.states[index].anchor if self.outer else None
+            )
             self.steps[index] = self.tokens[index] = 0
-            self.data.discard(self.outer)
+            if self.hand_over:
+                self.data.discard(self.outer)
         if self.hand_over:
             self.data.settle(self.outer, outcome)
         if outcome.status != "withdrawn":
@@ -382,17 +362,10 @@ class DiLoCo(SemiSync):
         return wait_for(setup.group, setup.trace, setup.drain, poll, waiting=waiting, on_drain=on_drain)
 
     def _dump(self, name: str, flats: list[tuple[int, torch.Tensor]]) -> None:
-        """Write fragments' values by tensor name; a range of rows is named ``name[start:stop]``."""
         assert self.setup.dump_sends is not None
-        self.setup.dump_sends.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            piece.name: view.contiguous()
-            for index, flat in flats
-            for piece, view in self.fragments[index].views(flat)
-        }
         last = flats[-1][0]
-        counts = {"steps": str(self.steps[last]), "tokens": str(self.tokens[last]), "fragment": str(last)}
-        save_file(tensors, self.setup.dump_sends / f"{name}.safetensors", metadata=counts)
+        counts = {"steps": self.steps[last], "tokens": self.tokens[last], "fragment": last}
+        dump(self.setup.dump_sends / f"{name}.safetensors", self.fragments, flats, counts)
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         if self.outer is None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -52,7 +51,8 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
     for number in ranks:
         view = for_island(config, number)
         samples = [
-            open_samples(source, view.model.hf_assets_path, view.training.seq_len) for source in view.data.sources
+            open_samples(source, view.model.hf_assets_path, view.training.seq_len)
+            for source in view.data.sources
         ]
         manifests |= {source.path: s.digest for source, s in zip(view.data.sources, samples, strict=True)}
         if samples:
