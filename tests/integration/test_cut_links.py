@@ -30,7 +30,7 @@ from torchtitan_diloco.semi_sync.diloco import DiLoCo
 
 SLOT = 2  # the one that is hit
 STEPS = 6
-SIZE = 100_000
+SIZE = 100_003
 CHUNK = 10_000  # elements
 
 
@@ -235,3 +235,11 @@ def test_fr35_a_confirmation_that_is_cut_off_still_ends_alike_on_both_islands(
     first, second = check_same_bits(islands)
     assert first[SLOT]["committed"]
     assert max(first[SLOT]["exchange_s"], second[SLOT]["exchange_s"]) > 1.0, "nothing was cut"
+
+
+def test_fr34_a_tensor_larger_than_what_moves_at_once_is_exchanged_whole(lighthouse, tmp_path):
+    islands = run(lighthouse, tmp_path, 0, lambda islands: None)
+    first, _ = check_same_bits(islands)
+    assert any(event["committed"] for event in first)
+    for parameter in islands[0].model.parameters():
+        assert torch.equal(parameter, parameter[:1].expand(SIZE)), "some rows were left out"

@@ -138,7 +138,7 @@ def balanced(specs: Sequence[TensorSpec], count: int) -> tuple[Fragment, ...]:
     bins: list[list[Rows]] = [[] for _ in range(count)]
     weight = [0] * count
     for item in sorted(items, key=lambda i: (-size(i), i[0].name, i[1])):
-        lightest = weight.index(min(weight))
+        lightest = min(range(count), key=lambda i: (weight[i], len(bins[i])))
         bins[lightest].append(item)
         weight[lightest] += size(item)
     return _checked(bins)

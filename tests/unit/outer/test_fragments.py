@@ -101,7 +101,7 @@ def test_balanced_holds_every_element_once_or_says_that_there_are_too_few(specs,
     message = refusal(lambda: balanced(specs, count))
     if message is not None:
         assert "would be empty; use fewer fragments" in message
-        assert len(specs) < count and sum(spec.rows for spec in specs) < 2 * count
+        assert len(specs) < count, "there are tensors enough"
         return
     fragments = balanced(specs, count)
     check(specs, fragments, count)
