@@ -53,8 +53,8 @@ class Weights:
     def snapshot(self, fragment: Fragment) -> torch.Tensor:
         return self.local.clone()
 
-    def scatter(self, fragment: Fragment, flat: torch.Tensor | None) -> None:
-        assert flat is not None
+    def scatter(self, fragment: Fragment, flat: torch.Tensor | None, alpha: float = 0.0) -> None:
+        assert flat is not None and alpha == 0.0
         self.local = flat.clone()
 
 
@@ -133,12 +133,10 @@ class Actor:
             self.pending = list(self.pending)
             method.restore(description, tensors)
             self.feed.assign(positions)
-        method.transport = self.transport
-        joined = self.transport.join(method._hello(0), method.outer)
-        if joined.heals:
-            method._adopt(joined.heals)
+        before = [(state.digest, state.lineage) for state in method.outer.states]
+        method._take_state(method._enter, 0)
+        if before != [(state.digest, state.lineage) for state in method.outer.states]:
             self.pending = []
-        method.data.enter(method.outer, joined.present, healed=bool(joined.heals))
         sim.net.at(sim.pause(), self.window)
 
     def window(self) -> None:
@@ -160,18 +158,18 @@ class Actor:
             self.weights.local[0] = float("nan")
         serial = len(sim.truth.offers)
         sim.truth.offers[serial] = list(self.pending)
-        method.tokens = serial << (SERIAL_BITS * self.island)
-        method.send(method.outer.slot)
+        method.tokens = [serial << (SERIAL_BITS * self.island)]
+        method.send(method.outer.slot, 0)
 
     def poll(self) -> None:
         method = self.method
-        if not self.alive or method.outer is None or method.open is None or self.healing:
+        if not self.alive or method.outer is None or not method.flights or self.healing:
             return None
-        parent = method.outer.lineage
-        outcome = method.poll(0)
+        parent, flight = method.outer.lineage, method.flights[0]
+        outcome = method.poll(flight, 0)
         if outcome is None:
             return None
-        if outcome.status == "failed" and not method.finite:
+        if outcome.status == "failed" and not flight.finite:
             self.pending = []
         if outcome.status == "committed":
             self.sim.truth.committed(parent, method.outer.lineage, outcome)
@@ -184,9 +182,11 @@ class Actor:
         if not self.alive:
             return
         sim = self.sim
+        flight = self.method.flights[0]
         try:
-            self.method.settle(self.outcome, 0)
+            self.method.settle(self.outcome, 0, 0.0)
         except Resumable:  # nobody to heal from at the moment
+            self.method.flights.insert(0, flight)
             self.healing = True
             sim.net.at(WINDOW_S, self.settle)
             return
@@ -194,6 +194,10 @@ class Actor:
             self.pending = []
         self.healing = False
         self.transport.publish(self.method.outer)
+        if self.method.flights:  # behind, and nobody has published the slot: it was sent again
+            serial = len(sim.truth.offers)
+            sim.truth.offers[serial] = []
+            return
         if sim.random.random() < sim.save:
             self.save()
         if sim.random.random() < sim.leaving:
@@ -261,7 +265,8 @@ class Schedule:
         transport: list[MemoryTransport] = []
 
         def make(merge: Any) -> MemoryTransport:
-            transport.append(MemoryTransport(merge, self.net))
+            if not transport:
+                transport.append(MemoryTransport(merge, self.net))
             return transport[0]
 
         config = SemiSyncConfig(num_islands=self.founders, sync_every=1, merge=MergeConfig(weight="equal"))
@@ -271,7 +276,8 @@ class Schedule:
             make_transport=make, feed=feed, ledger=ledger,
         )  # fmt: skip
         method = DiLoCo(setup)
-        make(method.merge)
+        method.retry_s = 0.0
+        make(method.wire.merge)
         actor = Actor(self, island, incarnation, feed, weights, method, transport[0], ledger)
         self.actors[island] = actor
         self.every.append(actor)

@@ -98,8 +98,9 @@ class OuterState:
 
     @property
     def lineage(self) -> str:
-        """Names the whole history: the lineages of all fragments."""
-        return hashlib.sha256("".join(state.lineage for state in self.states).encode()).hexdigest()
+        """Names the whole history: the lineages of all fragments; empty before the first committed slot."""
+        chains = "".join(state.lineage for state in self.states)
+        return hashlib.sha256(chains.encode()).hexdigest() if chains else ""
 
     def fail(self, slot: int) -> None:
         """A failed attempt uses up its slot and changes nothing else."""

@@ -61,6 +61,8 @@ class DiLoCo(SemiSync):
     steps later, while training goes on: local = alpha * local + (1 - alpha) * new anchor.
     """
 
+    retry_s = POLL_S
+
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.group = setup.group
@@ -68,7 +70,6 @@ class DiLoCo(SemiSync):
         self.fragments = partition(setup.config, list(setup.parameters.specs.values()))
         self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments))
         self.optimizer = self.make_optimizer()
-        self.check_merge()
         self.steps = [0] * len(self.fragments)  # inner steps, and tokens, since the fragment was last applied
         self.tokens = [0] * len(self.fragments)
         self.next_slot = 0  # to send
@@ -87,17 +88,12 @@ class DiLoCo(SemiSync):
             raise UserError(f'semi_sync.outer.name: "{outer.name}" is not an outer optimizer; there is "sgd"')
         return OuterSGD(outer.lr, outer.momentum, outer.nesterov)
 
-    def check_merge(self) -> None:
-        merge = self.setup.config.merge
-        if merge.method != "mean":
-            raise UserError(f'semi_sync.merge.method: "{merge.method}" is not a merge rule; there is "mean"')
-
     def make_wire(self) -> Wire:
         setup = self.setup
         fragments = (
             self.fragments if self.group.is_gateway else ()
         )  # the others only learn of a wrong setting
-        return Wire(setup.config.codec, setup.config.merge.weight, fragments, setup.run_id, setup.island)
+        return Wire(setup.config.codec, setup.config.merge, fragments, setup.run_id, setup.island)
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
@@ -297,7 +293,7 @@ class DiLoCo(SemiSync):
             step = self._take_state(self._heal, step)
             slot = self.group.tell(self.outer.slot if self.outer else None)
             if slot <= flight.slot:  # whoever is past it has not published it yet, or is gone: ask again
-                time.sleep(POLL_S)
+                time.sleep(self.retry_s)
                 self.send(flight.slot, step)
         elif outcome.status == "withdrawn":
             self.withdrawn = True

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtitan_diloco.config.own import CodecConfig
+from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.outer.codec import ErrorFeedback, make_codec, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
@@ -18,9 +18,11 @@ class Wire:
     """
 
     def __init__(
-        self, config: CodecConfig, weight: Weight, fragments: Sequence[Fragment], run_id: str, island: int
+        self, config: CodecConfig, merge: MergeConfig, fragments: Sequence[Fragment], run_id: str, island: int
     ) -> None:
-        """Raises UserError naming the setting that the codec does not have, or the codecs there are."""
+        """Raises UserError naming the setting that the codec does not have, or the codecs and merge rules there are."""
+        if merge.method != "mean":
+            raise UserError(f'semi_sync.merge.method: "{merge.method}" is not a merge rule; there is "mean"')
         try:
             codec = make_codec(
                 config.wire, block=config.block, density=config.density, rounding=config.rounding
@@ -28,7 +30,7 @@ class Wire:
         except ValueError as error:
             raise UserError(f"semi_sync.codec: {error}") from error
         self._codec = codec
-        self._weight: Weight = weight
+        self._weight: Weight = merge.weight
         self._run_id, self._island = run_id, island
         self._encoders = [codec.prepare(fragment.numel) for fragment in fragments]
         self._decoders = [codec.prepare(fragment.numel) for fragment in fragments]  # a plan serves one thread
