@@ -166,6 +166,7 @@ class _Loader:
                 reader.problem(path, str(e))
                 continue
             if override.key == KEY:
+                self.command.where[KEY] = COMMAND_LINE
                 self.add_islands(value, {}, COMMAND_LINE)
             else:
                 # What a parser of text returns has passed the check; None cannot pass it a second time.

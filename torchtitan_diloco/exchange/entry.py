@@ -15,7 +15,7 @@ from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, PeerClient
 from torchtitan_diloco.exchange.membership import Membership, Peer
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Waiting
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import OuterState, combine
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Entry:
         self._deadline = time.monotonic() + self._patience_s
         joined: Joined | None = None
         while joined is None:
-            joined = self._found() if self._is_founder() else self._take(state)
+            joined = self._found() if self._is_founder() else self._take(state, whole=True)
         self._membership.update(phase="ready")
         self._wait("admission", self._is_admitted)
         # The others ask again only when they have taken in the view that shows us: the next quorum proves they have.
@@ -73,7 +73,7 @@ class Entry:
         while any(
             p.slot > state.slot for p in self._others()
         ):  # the run has moved on while this island healed
-            later = self._take(state)
+            later = self._take(state, whole=True)
             if later is not None:
                 joined = Joined(later.step, joined.heals + later.heals)
         return self._with_present(joined)
@@ -83,11 +83,11 @@ class Entry:
         return replace(joined, present=tuple(sorted(islands)))
 
     def heal(self, state: OuterState) -> Joined:
-        """Replace ``state`` by the furthest member's; waits for one to be there."""
+        """Bring ``state`` up to the furthest member's; waits for one to be there."""
         self._deadline = time.monotonic() + self._patience_s
         while True:
             self._wait("an island with the run's state", lambda peers: bool(self._others()))
-            joined = self._take(state)
+            joined = self._take(state, whole=False)
             if joined is not None:
                 return self._with_present(joined)
 
@@ -155,14 +155,14 @@ class Entry:
     def _others(self) -> View:
         return [p for p in holders(self._membership.peers) if p.island != self._hello.island]
 
-    def _take(self, state: OuterState) -> Joined | None:
+    def _take(self, state: OuterState, *, whole: bool) -> Joined | None:
         """Take the state of the furthest member; None when it could not be had this time."""
         source = max(self._others(), key=lambda p: (p.tokens_total, p.slot, -p.island), default=None)
         if source is None:
             return None
         try:
             self._check_settings(source)
-            return self._copy(state, source)
+            return self._copy(state, source, whole)
         except (httpx.HTTPError, ValueError) as error:
             logger.warning("the state of island %d could not be taken: %s", source.island, error)
             if self._stop.is_set() or time.monotonic() > self._deadline:
@@ -170,12 +170,13 @@ class Entry:
             time.sleep(RETRY_S)
             return None
 
-    def _copy(self, state: OuterState, source: Peer) -> Joined:
-        """Make ``state`` the source's, taking tensors over the wire only where they differ."""
+    def _copy(self, state: OuterState, source: Peer, whole: bool) -> Joined:
+        """Make ``state`` the source's (all of it, or the fragments that are further there); only what differs travels."""
         began = time.monotonic()
         with PeerClient(source.url, self._hello.run_id, PEER_TIMEOUT_S) as client:
             offered = client.state()
-            description, mine = offered["state"], state.describe()
+            mine = state.describe()
+            description = offered["state"] if whole else combine(mine, offered["state"])
             tensors, received = state.tensors(), 0
             for i, (theirs, ours) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
                 if theirs != ours:

@@ -20,7 +20,7 @@ from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
 from torchtitan_diloco.exchange.protocol import Merge, SlotProtocol
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import OuterState, combine
 
 TICK_S = 1.0
 DETECT_S = 2.0  # from a crash to the others' new membership
@@ -201,7 +201,9 @@ class MemoryTransport(Transport):
         self.me = Member(hello.island, hello.incarnation)
         self.protocol = SlotProtocol(self.me, self.merge)
         self.state, self.step = state, hello.step
-        joined = self.heal(state) if self._others() else Joined(hello.step, present=(hello.island,))
+        joined = (
+            self._take(state, whole=True) if self._others() else Joined(hello.step, present=(hello.island,))
+        )
         self.net.nodes[hello.island] = self
         self.net.renew()
         return joined
@@ -210,13 +212,22 @@ class MemoryTransport(Transport):
         return [node for node in self.net.nodes.values() if node.me != self.me]
 
     def heal(self, state: OuterState) -> Joined:
+        return self._take(state, whole=False)
+
+    def _take(self, state: OuterState, whole: bool) -> Joined:
         if not self._others():
             raise Resumable("no other island holds the run's state any more")
         source = max(self._others(), key=lambda n: (n.state.tokens_total, n.state.slot, -n.me.island))  # type: ignore[union-attr]
         assert source.state is not None
-        description, tensors = source.state.describe(), source.state.tensors()
-        same = description["fragments"] == state.describe()["fragments"]
-        state.restore(description, {name: tensor.clone() for name, tensor in tensors.items()})
+        mine, tensors = state.describe(), state.tensors()
+        description = source.state.describe() if whole else combine(mine, source.state.describe())
+        for i, (wanted, held) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
+            if wanted != held:
+                suffix = f".{i}"
+                tensors = {name: t for name, t in tensors.items() if not name.endswith(suffix)}
+                tensors |= {n: t.clone() for n, t in source.state.tensors().items() if n.endswith(suffix)}
+        same = description["fragments"] == mine["fragments"]
+        state.restore(description, tensors)
         taken = Heal(source.me.island, sum(t.nbytes for t in tensors.values()), 0.0, state.states[0].version)
         present = {self.me.island, *self.net.nodes}
         return Joined(source.step, () if same else (taken,), tuple(sorted(present)))

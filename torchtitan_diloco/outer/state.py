@@ -172,3 +172,26 @@ class OuterState:
         }
         self.states, self.positions, self.members = states, positions, members
         self.slot = int(description["slot"])
+
+
+def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What to hold of two descriptions of one run: of each fragment the longer history, as ``policy.call_roll`` ranks them.
+
+    Neither island need be ahead in everything: slots of different fragments commit in any order.
+    """
+
+    def rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
+        return entry["tokens"], entry["version"], entry["lineage"], entry["digest"]
+
+    pairs = list(zip(mine["fragments"], theirs["fragments"], strict=True))
+    ahead = sum(m["tokens"] for m, _ in pairs) > sum(t["tokens"] for _, t in pairs)
+    positions = dict(theirs["positions"])
+    for name, position in mine["positions"].items():
+        positions[name] = max(position, positions.get(name, 0))
+    return {
+        **theirs,
+        "fragments": [max(pair, key=rank) for pair in pairs],
+        "positions": positions,
+        "members": mine["members"] if ahead else theirs["members"],
+        "slot": max(mine["slot"], theirs["slot"]),
+    }

@@ -95,6 +95,7 @@ def test_random_schedules_of_faults(capsys: pytest.CaptureFixture[str]) -> None:
     [
         pytest.param(5409, id="a slot void under an epoch is offered again under the same one"),
         pytest.param(5837, id="an island left out of a roll offers the slot again"),
+        pytest.param(1435819413, id="of two islands each is ahead in another fragment"),
     ],
 )
 def test_schedules_that_once_came_to_no_end(seed: int) -> None:

@@ -43,12 +43,12 @@ STREAMING = Case(fragments=3, overlap=1)
 QUARTER = Case(fragments=2, overlap=1, alpha=0.25)
 SEVERAL = Case(fragments=3, overlap=4)
 EXCHANGE = """        step = self.apply(step, at_once)
-        while self.next_slot < self.clock.reached(step):
+        while self.next_slot < self.clock.reached(step) and not self.withdrawn:
             self.send(self.next_slot, step)
             self.next_slot += 1
             step = self.apply(step, at_once)
         return step"""
-EXCHANGE_LATE = """        while self.next_slot < self.clock.reached(step):
+EXCHANGE_LATE = """        while self.next_slot < self.clock.reached(step) and not self.withdrawn:
             self.send(self.next_slot, step)
             self.next_slot += 1
         step = self.apply(step, at_once)
