@@ -1,15 +1,9 @@
 """The slot protocol under scripted and random faults, on the in-memory network."""
 
-import os
-import random
-
 import pytest
 
 from tests.unit.exchange.simulation import Simulation, random_script, random_simulation
 from torchtitan_diloco.exchange.memory import Boundary, Fate
-
-SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "5000"))
-SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))
 
 
 def complete(simulation: Simulation) -> None:
@@ -76,18 +70,6 @@ def test_several_slots_under_way_commit_like_one_at_a_time(overlap: int) -> None
     for actor in simulation.actors.values():
         assert actor.log == [(slot, "committed") for slot in range(12)]
         assert [state.version for state in actor.state.states] == [3, 3, 3, 3]
-
-
-@pytest.mark.timeout(300)
-def test_random_schedules_of_faults(capsys: pytest.CaptureFixture[str]) -> None:
-    """Never two digests for one version, and progress to the end. Replay one with DILOCO_SEED=<seed> DILOCO_SCHEDULES=1."""
-    with capsys.disabled():
-        print(f"\n{SCHEDULES} random schedules from DILOCO_SEED={SEED}")
-    for seed in range(SEED, SEED + SCHEDULES):
-        try:
-            complete(random_simulation(seed))
-        except AssertionError as error:
-            raise AssertionError(f"DILOCO_SEED={seed} DILOCO_SCHEDULES=1: {error}") from error
 
 
 @pytest.mark.parametrize(
