@@ -135,6 +135,8 @@ class DiLoCo(SemiSync):
         for i, fragment in enumerate(self.fragments):
             self.parameters.scatter(fragment, self.outer.states[i].anchor if self.outer else None)
         self.steps = self.tokens = 0
+        if not heals:  # nobody there holds more than this island after all
+            return
         # Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal.
         self.setup.trace.event(
             "heal",
