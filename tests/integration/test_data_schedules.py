@@ -17,7 +17,7 @@ SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**
 
 def holdings_of(rng: random.Random, islands: int) -> list[list[Source]]:
     """All the same, or some islands without a source or with a part of it."""
-    shards = rng.choice([1, 3, 8])
+    shards = rng.choice([1, 3, 8, 11])
     big, small = rng.randrange(6, 40), rng.randrange(4, 12)
     whole = [source("a", big, shards), source("b", small, shards, weight=0.3)]
     if rng.random() < 0.6:

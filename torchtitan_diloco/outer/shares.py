@@ -1,13 +1,16 @@
 """Which island reads which part of the data: a pure function of the outer state, so every member knows it of all others.
 
 A source is cut into shards that are fixed for the run. A *stream* ("<source>/<shard>") is one shard read on and on, over
-epochs; a position in it counts samples. Streams change hands at committed slots only, when everybody knows how far each was
-read. An island that is not in the last committed slot knows nothing of that kind: it takes what belongs to members that are
-not there, and ``policy.call_roll`` lets the member's samples win if it was there after all.
+epochs; a position in it counts samples. Streams change hands at committed slots only, when everybody knows how far each
+was read. One shard in ``RESERVE`` is left to nobody until the next slot, another one each time: an island that was not in
+the last committed slot reads those, and what belongs to members that are not there, so it need not wait for its first
+slot. If two read the same after all, ``policy.call_roll`` lets one of them count.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+RESERVE = 8
 
 Holds = Mapping[str, str]
 """Shards that an island can read, by source: ``{"3f2a...": "0-63"}``; ranges joined by commas."""
@@ -49,7 +52,7 @@ def expand(ranges: str) -> list[int]:
 
 
 def owners(members: Mapping[int, Holds | None], turn: int, assumed: Holds) -> dict[str, int]:
-    """The member that reads each stream.
+    """The member that reads each stream; streams in reserve (of sources with ``RESERVE`` shards or more) have none.
 
     members: islands of the last committed slot with what they hold, None where that is not known yet (at the founding),
     which counts as ``assumed``. turn: committed slots so far; shards move on by one member at each, so that islands of
@@ -65,12 +68,13 @@ def owners(members: Mapping[int, Holds | None], turn: int, assumed: Holds) -> di
         stream(source, shard): islands[(shard + turn) % len(islands)]
         for source, shards in sorted(held.items())
         for shard, islands in sorted(shards.items())
+        if len(shards) < RESERVE or shard % RESERVE != turn % RESERVE
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The streams an island reads until the next committed slot. guest: they are other members', who are not there."""
+    """The streams an island reads until the next committed slot. guest: in reserve, or of members who are not there."""
 
     streams: tuple[str, ...]
     guest: bool
@@ -91,7 +95,7 @@ def share_of(
         return Share(mine, guest=False)
     guests = sorted(set(present) - set(owner.values()) | {island})
     orphans = [name for name, member in owner.items() if member not in present]
-    # Nobody in the last slot held these: a source that comes with a newcomer, for instance.
+    # The reserve, and what nobody in the last slot held: a source that comes with a newcomer, for instance.
     orphans += sorted(held - owner.keys())
     return Share(
         tuple(n for n in orphans[guests.index(island) :: len(guests)] if n in held),

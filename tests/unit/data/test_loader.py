@@ -108,7 +108,7 @@ def test_founding_islands_share_an_epoch_without_overlap(
     everybody = range(num_islands)
     together: list[tuple] = []
     for island in everybody:
-        loader = build(island_id=island, num_islands=num_islands, batch=1)
+        loader = build(island_id=island, num_islands=num_islands, batch=1, shards=7)
         share = share_of(island, loader.holds(), dict.fromkeys(everybody), 0, everybody)
         assert not share.guest
         loader.assign(dict.fromkeys(share.streams, 0))
