@@ -127,6 +127,7 @@ class GlooTransport(Transport):
         self._slot = state.slot
         self._server.publish(state)
         self._members.update(slot=state.slot, tokens_total=state.tokens_total)
+        self._events.put(partial(self._protocol.skip_to, state.slot))
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 

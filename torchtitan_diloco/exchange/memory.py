@@ -234,6 +234,7 @@ class MemoryTransport(Transport):
 
     def publish(self, state: OuterState) -> None:
         self.state = state
+        self.perform(self.protocol.skip_to(state.slot))
 
     def progress(self, step: int) -> None:
         self.step = step

@@ -129,6 +129,14 @@ class SlotProtocol:
             effects += self._finish(Outcome(offer.slot, "withdrawn", reason="asked to stop"))
         return effects
 
+    def skip_to(self, slot: int) -> list[Effect]:
+        """This island's state is that after all slots below ``slot``, by whatever way; it will not attempt them any more."""
+        effects: list[Effect] = []
+        for offer in [o for o in self.offers.values() if o.slot < slot and o.phase is Phase.HEADERS]:
+            effects += self._finish(Outcome(offer.slot, "behind", reason="this island's state is past it"))
+        self.floor = max(self.floor, min(self.offers, default=slot))
+        return effects
+
     def tick(self) -> list[Effect]:
         """Time has passed: say again what may have been lost. Everything sent is safe to repeat."""
         effects: list[Effect] = []
@@ -165,6 +173,8 @@ class SlotProtocol:
         passed = self._passed_by(sender, message)
         if slot in self.committed or slot in self.failed:
             return [*passed, Send(sender, self._answer(slot, message.epoch))]
+        if slot < self.floor:  # settled here, and forgotten
+            return [*passed, Send(sender, Answer(message.epoch, slot, "void"))]
         if key in self.void:
             return passed
         self.headers.setdefault(key, {})[sender] = message

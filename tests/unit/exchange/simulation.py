@@ -120,16 +120,17 @@ class Actor:
         self.steps = {}
         self.sent = {s: base for s, base in self.sent.items() if s >= self.state.slot}
         self.next_slot = max(self.next_slot, self.state.slot)
-        if self.state.slot <= slot:  # the source does not have it either, or not yet
+        if (
+            self.state.slot <= slot
+        ):  # the source does not have it either, or not yet: it is sent again, before the others
+            fragment = slot % self.sim.fragments
+            self.sent = {slot: self.state.states[fragment].version, **self.sent}
             self.sim.net.at(WINDOW_S, partial(self.offer_again, slot))
         else:
             self.go_on()
 
     def offer_again(self, slot: int) -> None:
-        if self.alive():
-            fragment = slot % self.sim.fragments
-            state = self.state.states[fragment]
-            self.sent = {slot: state.version, **self.sent}
+        if self.alive() and slot in self.sent:
             self.send(slot, 0)
 
 
