@@ -86,6 +86,7 @@ class GlooTransport(Transport):
         self._hello = hello
         self._me = Member(hello.island, hello.incarnation)
         self._protocol = SlotProtocol(self._me, self._merge)
+        self._protocol.skip_to(state.slot)
         self._server = ControlServer(self._host, self._port, hello.run_id, hello.settings, self._deliver)
         self._server.step = hello.step
         self._server.publish(state)

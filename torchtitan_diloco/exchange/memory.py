@@ -204,6 +204,7 @@ class MemoryTransport(Transport):
         joined = (
             self._take(state, whole=True) if self._others() else Joined(hello.step, present=(hello.island,))
         )
+        self.protocol.skip_to(state.slot)
         self.net.nodes[hello.island] = self
         self.net.renew()
         return joined

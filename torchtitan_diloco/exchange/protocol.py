@@ -352,7 +352,10 @@ class SlotProtocol:
 
     def _finish(self, outcome: Outcome) -> list[Effect]:
         del self.offers[outcome.slot]
-        self.floor = min(self.offers, default=max(self.floor, outcome.slot + 1))
+        # A slot in which the island is behind is not over for it: it heals, and may offer it again.
+        settled = outcome.status in ("committed", "failed")
+        after = max(self.floor, outcome.slot + 1) if settled else outcome.slot
+        self.floor = min([*self.offers, after])
         oldest = self.floor - REMEMBERED
         self.committed = {s: v for s, v in self.committed.items() if s > oldest}
         self.failed = {s for s in self.failed if s > oldest}

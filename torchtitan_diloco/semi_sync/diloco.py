@@ -263,7 +263,7 @@ class DiLoCo(SemiSync):
         if outcome.status == "committed":
             assert outcome.merged is not None
             if self.outer.states[flight.fragment].version == flight.version:
-                before = self.outer.copy()
+                parent, positions = self.outer.lineage, dict(self.outer.positions)
                 self.outer.commit(
                     flight.slot,
                     flight.fragment,
@@ -273,7 +273,7 @@ class DiLoCo(SemiSync):
                     outcome.advanced,
                     outcome.members,
                 )
-                self.data.committed(before, self.outer, outcome)
+                self.data.committed(parent, positions, self.outer, outcome)
             else:
                 outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
         elif outcome.status == "failed":

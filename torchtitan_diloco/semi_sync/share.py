@@ -109,22 +109,24 @@ class DataShare:
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
-    def committed(self, before: OuterState, after: OuterState, outcome: Outcome) -> None:
-        """On the gateway: write down a committed slot. before, after: the outer state at either side of it."""
+    def committed(
+        self, parent: str, positions: Mapping[str, int], after: OuterState, outcome: Outcome
+    ) -> None:
+        """On the gateway: write down a committed slot. parent, positions: before it. after: the outer state."""
         if self._ledger is None:
             return
         if self._island in outcome.contested:
             self._ledger.drop(f"island {self._island} read streams that another island had read")
         self._ledger.commit(
             slot=outcome.slot,
-            parent=before.lineage,
+            parent=parent,
             lineage=after.lineage,
             tokens_total=after.tokens_total,
             consumed={
-                i: ranges({**before.positions, **outcome.skipped.get(i, {})}, ends)
+                i: ranges({**positions, **outcome.skipped.get(i, {})}, ends)
                 for i, ends in outcome.positions.items()
             },
-            skipped={i: ranges(before.positions, ends) for i, ends in outcome.skipped.items()},
+            skipped={i: ranges(positions, ends) for i, ends in outcome.skipped.items()},
             members=outcome.members,
         )
 

@@ -77,6 +77,12 @@ def test_several_slots_under_way_commit_like_one_at_a_time(overlap: int) -> None
     [
         pytest.param(5409, id="a slot void under an epoch is offered again under the same one"),
         pytest.param(5837, id="an island left out of a roll offers the slot again"),
+        pytest.param(7009199, id="what is left open of a slot that an island has healed past"),
+        pytest.param(
+            7015078, id="finished islands answer one that still waits for a slot they have forgotten"
+        ),
+        pytest.param(7018979, id="all are behind in one slot and offer it again in turns"),
+        pytest.param(7029239, id="a finished island that came late answers as well"),
         pytest.param(1435819413, id="of two islands each is ahead in another fragment"),
     ],
 )
