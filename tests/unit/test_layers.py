@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = "torchtitan_diloco"
 ROOT = Path(__file__).parents[2] / PACKAGE
-MAX_LINES = 400
+MAX_LINES = 450
 
 # Higher may import lower. Layers with the same number may not import one another, except SIDE ones.
 RANK = {

@@ -87,7 +87,7 @@ class Parts:
                     for documents in _read_part(self._path(number)):
                         yield done, documents
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits for those at work: their folder is about to go
                 raise
 
     def remove(self) -> None:
