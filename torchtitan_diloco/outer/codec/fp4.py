@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_diloco.outer.codec.codec import Codec, Kernel
+from torchtitan_diloco.outer.codec.blocks import BlockCodec
+from torchtitan_diloco.outer.codec.codec import Kernel
 from torchtitan_diloco.outer.codec.constants import int32
-from torchtitan_diloco.outer.codec.integer import check_block
 from torchtitan_diloco.outer.codec.nibbles import Nibbles
 from torchtitan_diloco.outer.codec.noise import Noise
 
@@ -31,18 +31,10 @@ NOT_FINITE = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4E3M0(Codec):
+class Fp4E3M0(BlockCodec):
     """1/2 + 1 / block bytes a value."""
 
     block: int = 32
-    stochastic: bool = False
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    @property
-    def unit(self) -> int:
-        return self.block
 
     def sections(self, numel: int) -> tuple[int, ...]:
         return -(-numel // self.block), -(-numel // 2)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_diloco.outer.codec.codec import Codec, Kernel
+from torchtitan_diloco.outer.codec.blocks import BlockCodec
+from torchtitan_diloco.outer.codec.codec import Kernel
 from torchtitan_diloco.outer.codec.constants import float32, int32
 from torchtitan_diloco.outer.codec.nibbles import Nibbles
 from torchtitan_diloco.outer.codec.noise import Noise
@@ -24,25 +25,9 @@ TINY = 2.0**-100
 LARGEST = torch.finfo(torch.float32).max
 
 
-def check_block(block: int) -> int:
-    if not 2 <= block <= 65536 or block % 2:
-        raise ValueError(f"block must be an even number from 2 to 65536, got {block}")
-    return block
-
-
 @dataclass(frozen=True, slots=True)
-class Int8(Codec):
+class Int8(BlockCodec):
     """8-bit integers; 1 + 2 / block bytes a value."""
-
-    block: int = 64
-    stochastic: bool = False
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    @property
-    def unit(self) -> int:
-        return self.block
 
     def sections(self, numel: int) -> tuple[int, ...]:
         return 2 * -(-numel // self.block), numel
@@ -52,18 +37,8 @@ class Int8(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(Codec):
+class Int4(BlockCodec):
     """4-bit integers, -7 to 7; 1/2 + 2 / block bytes a value."""
-
-    block: int = 64
-    stochastic: bool = False
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    @property
-    def unit(self) -> int:
-        return self.block
 
     def sections(self, numel: int) -> tuple[int, ...]:
         return 2 * -(-numel // self.block), -(-numel // 2)
