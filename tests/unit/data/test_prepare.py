@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -242,19 +243,25 @@ def test_a_target_that_is_no_corpus_is_left_alone(
     assert verify(tmp_path / "empty").counts.documents == 300
 
 
-@pytest.fixture
+@contextmanager
 def small_files_only() -> Iterator[None]:
-    """The kernel refuses files over 4 KB to this process, as a full disk does (EFBIG instead of ENOSPC)."""
+    """The kernel refuses files over 4 KB to this process, as a full disk does (EFBIG instead of ENOSPC).
+
+    Only around the code under test: pytest's own output may be a file too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_write_that_fails_leaves_nothing_behind(
-    text_file: Path, tokenizer_dir: Path, tmp_path: Path, small_files_only: None
+    text_file: Path, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"data\.sources\.path: no room to write .*free some space"):
+    refusal = pytest.raises(UserError, match=r"data\.sources\.path: no room to write .*free some space")
+    with refusal, small_files_only():
         prepare([text_file], tokenizer_dir, SEQ_LEN, tmp_path / "out" / "corpus")
     assert_nothing_but(tmp_path / "out")
 
@@ -276,6 +283,7 @@ def test_a_disk_that_fills_up_at_the_flush_leaves_nothing_behind(
 
 CHILD = """
 import logging, os, sys, time
+from contextlib import contextmanager
 from pathlib import Path
 from torchtitan_diloco.data import prepare, writer
 logging.basicConfig(level=logging.INFO)
