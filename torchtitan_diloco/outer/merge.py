@@ -7,9 +7,12 @@ from typing import Literal
 
 import torch
 
-from torchtitan_diloco.outer.codec import Plan
+from torchtitan_diloco.outer.codec import Plan, SlicedPlan
 
 Weight = Literal["tokens", "steps", "equal"]
+
+ELEMENTWISE = frozenset({"mean"})
+"""Merge rules whose result at a value depends on the deltas at that value only; with others fragments are not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ def weights(counts: Sequence[tuple[int, int]], kind: Weight) -> list[float]:
     return [value / total for value in raw]
 
 
-def mean(contributions: Sequence[Contribution], kind: Weight, plan: Plan) -> tuple[torch.Tensor, list[float]]:
+def mean(
+    contributions: Sequence[Contribution], kind: Weight, plan: Plan | SlicedPlan
+) -> tuple[torch.Tensor, list[float]]:
     """Weighted mean of the deltas: ((w_0 d_0 + w_1 d_1) + w_2 d_2) + ..., in the order of island ids.
 
     plan: decodes the payloads. Each product and each sum is rounded to float32. Returns the merged delta (new storage) and

@@ -93,7 +93,8 @@ class DiLoCo(SemiSync):
         fragments = (
             self.fragments if self.group.is_gateway else ()
         )  # the others only learn of a wrong setting
-        return Wire(setup.config.codec, setup.config.merge, fragments, setup.run_id, setup.island)
+        config = setup.config
+        return Wire(config.codec, config.merge, fragments, setup.run_id, setup.island, config.num_islands)
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
@@ -158,7 +159,10 @@ class DiLoCo(SemiSync):
             self.steps[i] = self.tokens[i] = 0
             if self.group.is_gateway:
                 self.wire.reset(i)
-        self.flights = [flight for flight in self.flights if flight.slot >= slot]
+        for flight in [flight for flight in self.flights if flight.slot < slot]:
+            self.flights.remove(flight)
+            if self.group.is_gateway:
+                self.wire.settle(flight.fragment, flight.slot, committed=False, counted=False)
         self.next_slot = max(self.next_slot, slot)
         if self.hand_over or enter == self._enter:
             self.data.enter(outer, joined.present, healed=bool(changed))
@@ -258,24 +262,24 @@ class DiLoCo(SemiSync):
         outcome = self.transport.result(flight.slot, timeout_s)
         if outcome is None:
             return None
-        counted = outcome.status == "committed" and self.setup.island in outcome.participants
-        self.wire.settle(flight.fragment, counted)
-        if outcome.status == "committed":
+        if outcome.status == "committed" and self.outer.states[flight.fragment].version != flight.version:
+            outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
+        committed = outcome.status == "committed"
+        counted = committed and self.setup.island in outcome.participants
+        self.wire.settle(flight.fragment, flight.slot, committed, counted)
+        if committed:
             assert outcome.merged is not None
-            if self.outer.states[flight.fragment].version == flight.version:
-                parent, positions = self.outer.lineage, dict(self.outer.positions)
-                self.outer.commit(
-                    flight.slot,
-                    flight.fragment,
-                    outcome.merged,
-                    list(outcome.participants),
-                    outcome.tokens,
-                    outcome.advanced,
-                    outcome.members,
-                )
-                self.data.committed(parent, positions, self.outer, outcome)
-            else:
-                outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
+            parent, positions = self.outer.lineage, dict(self.outer.positions)
+            self.outer.commit(
+                flight.slot,
+                flight.fragment,
+                outcome.merged,
+                list(outcome.participants),
+                outcome.tokens,
+                outcome.advanced,
+                outcome.members,
+            )
+            self.data.committed(parent, positions, self.outer, outcome)
         elif outcome.status == "failed":
             self.outer.fail(flight.slot)
         self.transport.publish(self.outer)

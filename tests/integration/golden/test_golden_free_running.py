@@ -89,7 +89,7 @@ class Float64Wire:
     def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
         return delta
 
-    def settle(self, fragment: int, counted: bool) -> None:
+    def settle(self, fragment: int, slot: int, committed: bool, counted: bool) -> None:
         pass
 
     def reset(self, fragment: int) -> None:

@@ -1,29 +1,31 @@
 """Islands that do nothing but offer slots over the in-memory network, and the invariants that must hold whatever happens."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange.memory import Boundary, Fate, MemoryNet, MemoryTransport
 from torchtitan_diloco.exchange.transport import Hello
-from torchtitan_diloco.outer.codec import make_codec
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
-from torchtitan_diloco.outer.merge import Contribution, mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.semi_sync.wire import Wire
 
 WINDOW_S = 1.0
+SIZE = 22  # values of a fragment; in blocks of 4 they make slices of one or two blocks
+FP32 = CodecConfig()
+LOSSY = CodecConfig(wire="int8", block=4, error_feedback=True)
 
 
 def fragments_of(count: int) -> tuple[Fragment, ...]:
-    """``count`` fragments of three values each."""
-    spec = TensorSpec("w", (3,), torch.float32)
-    return tuple(Fragment(i, (Piece(spec, 0, 0, 3),)) for i in range(count))
+    """``count`` fragments of ``SIZE`` values each."""
+    spec = TensorSpec("w", (SIZE,), torch.float32)
+    return tuple(Fragment(i, (Piece(spec, 0, 0, SIZE),)) for i in range(count))
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Actor:
     incarnation: int
     transport: MemoryTransport
     state: OuterState
+    wire: Wire
     steps: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(
         default_factory=dict
@@ -65,12 +68,13 @@ class Actor:
     def send(self, slot: int, steps: int) -> None:
         fragment = slot % self.sim.fragments
         state = self.state.states[fragment]
-        noise = torch.tensor([float(hash((self.island, self.incarnation, slot, i)) % 97) for i in range(3)])
+        who = (self.island, self.incarnation, slot)
+        local = torch.tensor([float(hash((*who, i)) % 97) for i in range(SIZE)])
         header = Header(
             self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
             steps, steps * 10, True, {f"a/{self.island}": slot + 1}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
-        self.transport.offer(header, (state.anchor - noise).view(torch.uint8))
+        self.transport.offer(header, self.wire.encode(fragment, slot, state.anchor - local))
 
     def poll(self) -> None:
         if not self.sent or not self.alive():
@@ -85,7 +89,9 @@ class Actor:
         self.log.append((outcome.slot, outcome.status))
         fragment = outcome.slot % self.sim.fragments
         taken = self.state.states[fragment].version != base  # from another island meanwhile
-        if outcome.status == "committed" and not taken:
+        committed = outcome.status == "committed" and not taken
+        self.wire.settle(fragment, outcome.slot, committed, committed and self.island in outcome.participants)
+        if committed:
             assert outcome.merged is not None
             self.state.commit(
                 outcome.slot,
@@ -112,13 +118,19 @@ class Actor:
         """Take the state of another island; wait for one if the schedule has just killed the rest."""
         if not self.alive():
             return
+        before = [s.lineage for s in self.state.states]
         try:
             self.transport.heal(self.state)
         except Resumable:
             self.sim.net.at(WINDOW_S, partial(self.heal, slot))
             return
+        for fragment, held in enumerate(self.state.states):
+            if held.lineage != before[fragment]:
+                self.wire.reset(fragment)
         self.steps = {}
-        self.sent = {s: base for s, base in self.sent.items() if s >= self.state.slot}
+        for dropped in [s for s in self.sent if s < self.state.slot]:
+            del self.sent[dropped]
+            self.wire.settle(dropped % self.sim.fragments, dropped, committed=False, counted=False)
         self.next_slot = max(self.next_slot, self.state.slot)
         if (
             self.state.slot <= slot
@@ -134,21 +146,22 @@ class Actor:
             self.send(slot, 0)
 
 
-PLAN = make_codec("fp32").prepare(3)
-
-
-def merge(fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
-    return mean(contributions, "tokens", PLAN)
-
-
 class Simulation:
     """A run of ``islands`` islands for ``slots`` slots under a fault script."""
 
     def __init__(
-        self, islands: int, slots: int, seed: int, script=None, fragments: int = 1, overlap: int = 0
+        self,
+        islands: int,
+        slots: int,
+        seed: int,
+        script=None,
+        fragments: int = 1,
+        overlap: int = 0,
+        codec: CodecConfig = FP32,
     ) -> None:
         self.random = random.Random(seed)
         self.slots, self.fragments, self.overlap = slots, fragments, overlap
+        self.islands, self.codec = islands, codec
         self.net = MemoryNet(script)
         self.actors: dict[int, Actor] = {}
         self.incarnations = 0
@@ -160,12 +173,15 @@ class Simulation:
         if island in self.net.nodes:
             return
         self.incarnations += 1
-        anchors = [torch.zeros(3) for _ in range(self.fragments)]
+        anchors = [torch.zeros(SIZE) for _ in range(self.fragments)]
         state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
-        transport = MemoryTransport(merge=merge, net=self.net)
+        wire = Wire(self.codec, MergeConfig(), state.fragments, "run", island, self.islands)
+        transport = MemoryTransport(merge=wire.merge, net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)
         transport.join(hello, state)
-        self.actors[island] = Actor(self, island, self.incarnations, transport, state, next_slot=state.slot)
+        self.actors[island] = Actor(
+            self, island, self.incarnations, transport, state, wire, next_slot=state.slot
+        )
         self.net.at(WINDOW_S * self.random.uniform(0.5, 1.5), self.actors[island].window)
 
     def crashed(self, island: int) -> None:
@@ -187,16 +203,23 @@ class Simulation:
         raise AssertionError("the run does not come to an end")
 
     def check(self) -> None:
-        """No two living islands hold different bits for one version of a fragment."""
+        """No two living islands hold different bits for one version of a fragment, or a residual of the same slice."""
         seen: dict[tuple[int, int], str] = {}
-        for island, actor in self.actors.items():
-            if self.net.nodes.get(island) is actor.transport:
-                for f, state in enumerate(actor.state.states):
-                    value = seen.setdefault((f, state.version), state.digest)
-                    assert value == state.digest, f"version {state.version} of fragment {f} has two digests"
+        owned: dict[tuple[int, str], int] = {}
+        for island, actor in self.living().items():
+            for f, state in enumerate(actor.state.states):
+                value = seen.setdefault((f, state.version), state.digest)
+                assert value == state.digest, f"version {state.version} of fragment {f} has two digests"
+            for name in actor.wire.merge.residuals():
+                f = int(name.removeprefix("residual.").partition("[")[0])
+                owner = owned.setdefault((actor.state.states[f].version, name), island)
+                assert owner == island, f"islands {owner} and {island} both have {name}"
+
+    def living(self) -> dict[int, Actor]:
+        return {i: a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport}
 
     def finished(self) -> bool:
-        live = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
+        live = self.living().values()
         return bool(live) and all(a.state.slot >= self.slots for a in live)
 
 
@@ -235,3 +258,11 @@ def random_simulation(seed: int) -> Simulation:
     overlap = min(fragments - 1, (seed // 4) % 3)
     script = random_script(seed, faults=1 + seed % 5, boundaries=50 * islands)
     return Simulation(islands, 8, seed, script, fragments, overlap)
+
+
+def random_large_simulation(seed: int) -> Simulation:
+    """5 or 6 islands, so that slices have owners, with a codec that loses something; the rest as above."""
+    islands, fragments = 5 + seed % 2, 1 + seed % 3
+    overlap = min(fragments - 1, (seed // 3) % 3)
+    script = random_script(seed, faults=1 + seed % 6, boundaries=150 * islands)
+    return Simulation(islands, 6, seed, script, fragments, overlap, LOSSY)

@@ -40,6 +40,9 @@ class Codec(ABC):
     stochastic: bool = False
     """Whether rounding draws noise, so that ``Plan.encode`` needs a seed."""
 
+    exact: bool = False
+    """Whether every float32 comes back as it was, so that there is nothing to carry over."""
+
     @property
     @abstractmethod
     def unit(self) -> int:
@@ -65,6 +68,15 @@ class Codec(ABC):
         cached_values: values worked on at a time (default: by kind of device). Changes speed and scratch, never a bit.
         """
         return Plan(self, numel, torch.device(device), cached_values)
+
+
+def check_flat(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise ValueError unless the tensor is contiguous, 1-D, and of this dtype and length."""
+    if tensor.dtype != dtype or tensor.shape != (numel,) or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous {dtype} tensor of shape ({numel},), "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +136,27 @@ class Plan:
         buffer: torch.Tensor,
         seed: int | None = None,
         error: torch.Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Encode ``values`` (float32 ``[numel]``, finite) into ``buffer`` (uint8 ``[nbytes]``).
 
         seed: of the noise, where the codec rounds stochastically (see ``noise_seed``). error: receives
         values - decoded (float32 ``[numel]``; may be ``values`` itself), at less than the price of another decoding.
+        first: where the values begin in the tensor that they are a slice of (a multiple of the codec's unit); the noise
+        is that of the whole tensor.
         A value that is not finite makes its block (fp32, bf16: itself) decode to non-finite values; it raises nothing.
         """
         self.check(values, buffer, seed)
         if error is not None:
-            self._check(error, torch.float32, self.numel)
+            check_flat(error, torch.float32, self.numel)
         for chunk in self._chunks:
             kernel, here = chunk.kernel, slice(chunk.start, chunk.stop)
             count, part = chunk.stop - chunk.start, values[here]
             if count != kernel.size:
                 self._padded[:count].copy_(part)
-                kernel.encode(self._padded, seed or 0, chunk.start)
+                kernel.encode(self._padded, seed or 0, first + chunk.start)
             else:
-                kernel.encode(part, seed or 0, chunk.start)
+                kernel.encode(part, seed or 0, first + chunk.start)
             for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
                 buffer[low:high].copy_(section[: high - low])
             if error is not None:
@@ -165,8 +180,8 @@ class Plan:
         self._decode(buffer, accumulator, share, add=True)
 
     def _decode(self, buffer: torch.Tensor, out: torch.Tensor, share: float | None, *, add: bool) -> None:
-        self._check(buffer, torch.uint8, self.nbytes)
-        self._check(out, torch.float32, self.numel)
+        check_flat(buffer, torch.uint8, self.nbytes)
+        check_flat(out, torch.float32, self.numel)
         if share is not None:
             self._share.fill_(share)
         for chunk in self._chunks:
@@ -185,14 +200,7 @@ class Plan:
 
     def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
-        self._check(values, torch.float32, self.numel)
-        self._check(buffer, torch.uint8, self.nbytes)
+        check_flat(values, torch.float32, self.numel)
+        check_flat(buffer, torch.uint8, self.nbytes)
         if self.codec.stochastic and seed is None:
             raise ValueError("stochastic rounding needs a seed")
-
-    def _check(self, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
-        if tensor.dtype != dtype or tensor.shape != (numel,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"expected a contiguous {dtype} tensor of shape ({numel},), "
-                f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
