@@ -200,6 +200,12 @@ def check_checkpoint(island: int, folder: Path, results: list[Result], outer: Ou
     if outer.feedback:
         nothing = {f: np.zeros_like(last[f].anchor) for f in last}
         wanted |= {f"residual.{f}": last[f].residuals.get(island, nothing[f]) for f in last}
+        wanted |= {
+            f"residual.{f}[{start}:{stop}]": values
+            for f in last
+            for (start, stop), (owner, values) in last[f].owned.items()
+            if owner == island
+        }
     expect(f"{where}, tensors", sorted(tensors), sorted(wanted))
     for name, values in wanted.items():
         same_bits(f"{where}, {name}", tensors[name], values)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -11,8 +10,8 @@ from tests.golden.compare import check_run
 from tests.golden.island import Case, Island, Plan, paces
 from tests.golden.reference import Result
 from tests.golden.turns import Turns, TurnsTransport
+from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.memory import MemoryNet, Script
-from torchtitan_diloco.exchange.protocol import Merge
 from torchtitan_diloco.outer.merge import Contribution
 
 
@@ -31,7 +30,7 @@ def run_memory(
 
     def transport(island: int, merge: Merge) -> TurnsTransport:
         if wrong_bits is not None and wrong_bits[0] == island:
-            merge = with_a_wrong_bit(merge, wrong_bits[1])
+            merge = WrongBit(merge, wrong_bits[1])
         return TurnsTransport(merge, turns.net, turns=turns)
 
     islands = [
@@ -47,16 +46,28 @@ def run_memory(
     return islands
 
 
-def with_a_wrong_bit(merge: Merge, at: int) -> Merge:
-    calls = count()
+class WrongBit:
+    """A merge that comes out wrong once, whether the island merges by itself or takes what the owners of slices merged."""
 
-    def wrong(fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
-        merged, shares = merge(fragment, contributions)
-        if next(calls) == at:
+    def __init__(self, merge: Merge, at: int) -> None:
+        self._merge = merge
+        self._at = at
+        self.sizes, self.own = merge.sizes, merge.own
+
+    def __call__(
+        self, fragment: int, contributions: Sequence[Contribution]
+    ) -> tuple[torch.Tensor, list[float]]:
+        merged, shares = self._merge(fragment, contributions)
+        return self._spoil(merged), shares
+
+    def decode(self, fragment: int, payload: torch.Tensor) -> torch.Tensor:
+        return self._spoil(self._merge.decode(fragment, payload))
+
+    def _spoil(self, merged: torch.Tensor) -> torch.Tensor:
+        self._at -= 1
+        if self._at == -1:
             merged.view(torch.int32)[0] ^= 1
-        return merged, shares
-
-    return wrong
+        return merged
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ class MemoryRun:
         return check_run(
             folder,
             range(len(self.plans)),
-            self.case.outer(),
+            self.case.outer(islands=len(self.plans)),
             paces=paces(self.plans, skipped=self.skipped),
             failed=self.failed,
             healed=self.healed,

@@ -7,7 +7,8 @@ this order:
     delta_i = anchor - local_i                                          (+ e_i with error feedback; e_i = 0 at first)
     sent_i  = decode(encode(delta_i))                                   delta_i itself where the wire is fp32
     e_i'    = delta_i - sent_i                                          once the slot has committed with island i's part in it
-    delta   = ((w_0 sent_0 + w_1 sent_1) + w_2 sent_2) + ...            in the order of island ids
+    delta   = ((w_0 sent_0 + w_1 sent_1) + w_2 sent_2) + ...            in the order of island ids; beyond four islands
+                                                                        encoded once more, see ``slices_reference``
     v'      = mu v + delta                                              v = 0 before the fragment's first slot
     u       = mu v' + delta (Nesterov), or v'
     anchor' = anchor - lr u
@@ -26,6 +27,7 @@ from fractions import Fraction
 import numpy as np
 
 from tests.golden.codec_reference import Wire, decode, encode, noise_seed
+from tests.golden.slices_reference import Owned, Slot, encoded_again
 
 Tensors = Mapping[str, np.ndarray]
 """By name; rows of a tensor are named ``name[start:stop]``."""
@@ -47,7 +49,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Outer:
-    """Outer optimizer, merge weights and wire of a run. Local SGD is lr 1 without momentum. run: its id, for the noise."""
+    """Outer optimizer, merge weights and wire of a run. Local SGD is lr 1 without momentum.
+
+    run: its id, for the noise. islands: how many have founded it.
+    """
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -59,13 +64,15 @@ class Outer:
     wire: Wire = field(default_factory=lambda: Wire("fp32"))
     feedback: bool = False
     run: str = ""
+    islands: int = 1
 
 
 @dataclass(frozen=True)
 class Result:
     """The state of a fragment after a slot. momentum is None where none is kept; weights are those of the slot.
 
-    residuals: of every island that has sent something of the fragment, with error feedback.
+    residuals: of every island that has sent something of the fragment, with error feedback. owned: of every slice, if its
+    owner has merged it.
     """
 
     slot: int
@@ -79,6 +86,7 @@ class Result:
     participants: tuple[int, ...]
     tokens: int
     residuals: Mapping[int, np.ndarray]
+    owned: Owned = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ def replay(
     anchors = list(foundings)
     momenta: list[np.ndarray | None] = [None] * len(anchors)
     residuals: list[dict[int, np.ndarray]] = [{} for _ in anchors]
+    owned: list[Owned] = [{} for _ in anchors]
     lineages = [""] * len(anchors)
     versions = [0] * len(anchors)
     results = []
@@ -192,6 +201,10 @@ def replay(
             part = sent * number(weight)
             delta = part if delta is None else delta + part
         assert delta is not None
+        where = Slot(outer.run, slot, f, outer.fragments, outer.islands, sorted(sends))
+        if where.has_owners:
+            delta, after = encoded_again(outer.wire, delta, where, owned[f], outer.feedback)
+            owned[f] = {part: held for part, held in after.items() if (held[0], slot) not in healed}
         momentum = None
         if outer.momentum == 0.0:
             update = delta
@@ -217,6 +230,7 @@ def replay(
                 tuple(islands),
                 tokens=sum(sends[i].tokens for i in islands),
                 residuals=dict(residuals[f]) if outer.feedback else {},
+                owned=owned[f],
             )
         )
     return results

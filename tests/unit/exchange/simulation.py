@@ -223,6 +223,31 @@ class Simulation:
         return bool(live) and all(a.state.slot >= self.slots for a in live)
 
 
+def complete(simulation: Simulation) -> None:
+    """Run to the end: everybody alive has done all slots, unless the faults killed every island at once."""
+    simulation.run()
+    assert simulation.finished() or not simulation.net.nodes, "an island has not finished"
+
+
+KINDS = ["drop", "delay", "duplicate", "crash sender before", "crash sender after", "crash receiver"]
+
+
+def single_fault(number: int, kind: str):
+    def script(boundary: Boundary) -> Fate:
+        if boundary.number != number:
+            return Fate()
+        return {
+            "drop": Fate(delays=()),
+            "delay": Fate(delays=(3.0,)),
+            "duplicate": Fate(delays=(0.01, 2.0)),
+            "crash sender before": Fate(crash=(boundary.sender,), crash_first=True),
+            "crash sender after": Fate(crash=(boundary.sender,)),
+            "crash receiver": Fate(crash=(boundary.receiver,)),
+        }[kind]
+
+    return script
+
+
 def random_script(seed: int, faults: int, boundaries: int = 120):
     """``faults`` random faults at random boundaries; other messages take a random short time."""
     rng = random.Random(seed)
@@ -266,3 +291,15 @@ def random_large_simulation(seed: int) -> Simulation:
     overlap = min(fragments - 1, (seed // 3) % 3)
     script = random_script(seed, faults=1 + seed % 6, boundaries=150 * islands)
     return Simulation(islands, 6, seed, script, fragments, overlap, LOSSY)
+
+
+def between_owners(script=None) -> Simulation:
+    """Three slots of five islands, so that slices have owners, with a codec that loses something."""
+    return Simulation(5, 3, seed=0, script=script, codec=LOSSY)
+
+
+def boundaries_between_owners() -> list[Boundary]:
+    """Of the second slot: the owners have residuals by then, and there is one more slot to come."""
+    seen: list[Boundary] = []
+    complete(between_owners(lambda boundary: seen.append(boundary) or Fate()))
+    return [boundary for boundary in seen if boundary.slot == 1]

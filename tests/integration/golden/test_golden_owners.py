@@ -1,0 +1,107 @@
+"""Five islands and more, whose slices have owners, over the memory transport: the NumPy reference has the same bits."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden.codec_runs import lose
+from tests.golden.compare import Mismatch, check_run, rounds
+from tests.golden.island import Case, Plan
+from tests.golden.memory_run import MemoryRun, run_memory
+from tests.golden.reference import Result
+from torchtitan_diloco.outer import slices
+
+PLANS = [Plan(4, 13), Plan(4, 13, rows=3), Plan(4, 13, rows=1), Plan(4, 13, rows=4), Plan(4, 13, rows=5)]
+UNEVEN = [
+    Plan(4, 13),
+    Plan(5, 16, rows=3),
+    Plan(3, 10, rows=1),
+    Plan(4, 13, rows=4),
+    Plan(4, 13, rows=2),
+    Plan(5, 16),
+]
+FEEDBACK = pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
+
+
+def check(run: MemoryRun, folder: Path) -> list[Result]:
+    results = run.check(folder)
+    assert len({result.digest for result in results}) == len(results) > 3, "the anchor did not move"
+    for result in results:
+        if run.case.feedback and run.case.wire != "fp32" and not run.healed:
+            assert len(result.owned) == len(run.plans)
+            assert all(np.any(values) for _, values in result.owned.values()), "the owners lost nothing"
+    return results
+
+
+@pytest.mark.parametrize("fragments, overlap", [(1, 0), (2, 1)])
+@FEEDBACK
+def test_float32_goes_through_owners_without_a_changed_bit(feedback, fragments, overlap, tmp_path):
+    """The reference of few islands, which knows no owners, has the same anchors."""
+    case = Case(feedback=feedback, fragments=fragments, overlap=overlap)
+    run = MemoryRun(case, PLANS)
+    results = check(run, tmp_path)
+    without_owners = check_run(tmp_path, range(5), case.outer())
+    assert [r.digest for r in results] == [r.digest for r in without_owners]
+
+
+@pytest.mark.parametrize("plans", [PLANS, UNEVEN], ids=["5", "6"])
+@FEEDBACK
+@pytest.mark.parametrize("wire", ["int8", "bf16", "int4", "fp4_e3m0", "topk"])
+def test_lossy_codecs_are_reproduced(wire, feedback, plans, tmp_path):
+    case = Case(wire=wire, feedback=feedback, fragments=2, overlap=1, alpha=0.5)
+    if wire == "topk":  # a fragment of this model is one unit of topk, which one slice has to itself
+        MemoryRun(case, plans).check(tmp_path)
+    else:
+        check(MemoryRun(case, plans), tmp_path)
+    with pytest.raises(Mismatch):
+        check_run(tmp_path, range(len(plans)), case.outer())
+
+
+@FEEDBACK
+@pytest.mark.parametrize("wire", ["int8", "fp4_e3m0"])
+def test_stochastic_rounding_is_reproduced(wire, feedback, tmp_path):
+    check(MemoryRun(Case(wire=wire, feedback=feedback, rounding="stochastic"), PLANS), tmp_path)
+
+
+def test_residuals_of_owners_stay_where_they_are_in_a_failed_slot(tmp_path):
+    case = Case(wire="int8", feedback=True, fragments=2)
+    results = check(MemoryRun(case, PLANS, **lose(3)), tmp_path)
+    assert [result.slot for result in results] == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_the_residual_of_an_owner_that_heals_begins_anew(tmp_path):
+    case = Case(wire="int8", feedback=True)
+    run = MemoryRun(case, PLANS, wrong_bits=(1, 1), healed=((1, 1),), skipped={})
+    results = check(run, tmp_path)
+    assert {owner for owner, _ in results[1].owned.values()} == {0, 2, 3, 4}
+    assert {owner for owner, _ in results[2].owned.values()} == {0, 1, 2, 3, 4}
+
+
+def test_owners_send_and_receive_twice_what_an_equal_share_is(tmp_path):
+    """2 (M - 1) / M b, instead of (M - 1) b."""
+    (tmp_path / "few").mkdir()
+    run_memory(tmp_path, Case(), PLANS)
+    run_memory(tmp_path / "few", Case(), PLANS[:4])
+    sizes = [
+        sum(event[key] for key in ("bytes_sent", "bytes_received")) // 2
+        for folder in (tmp_path, tmp_path / "few")
+        for event in rounds(folder / "island-0")[:1]
+    ]
+    whole = sizes[1] // 3
+    assert sizes[0] == pytest.approx(2 * 4 / 5 * whole, rel=0.01)
+    total = [0, 0]
+    for island in range(5):
+        event = rounds(tmp_path / f"island-{island}")[0]
+        total[0] += event["bytes_sent"]
+        total[1] += event["bytes_received"]
+    assert total[0] == total[1] == 2 * 4 * whole
+
+
+def test_a_reference_without_the_reset_sees_it(tmp_path):
+    """The comparison above would notice if an owner went on with an old residual."""
+    case = Case(wire="int8", feedback=True)
+    MemoryRun(case, PLANS, wrong_bits=(1, 1), healed=((1, 1),), skipped={}).check(tmp_path)
+    with pytest.raises(Mismatch):
+        check_run(tmp_path, range(5), case.outer(islands=5))
+    assert slices.FEW == 4
