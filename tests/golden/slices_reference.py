@@ -77,6 +77,6 @@ def encoded_again(
         seed = noise_seed(slot.run, slot.number, slot.fragments + slot.fragment, owner)
         taken = decode(wire, encode(wire, total, seed), total.size)[start:stop]
         result[start:stop] = taken
-        if feedback:
+        if feedback and stop > start:
             after[start, stop] = (owner, total[start:stop] - taken)
     return result, after

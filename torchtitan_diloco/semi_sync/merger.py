@@ -73,7 +73,8 @@ class Merger:
             if j in kept:
                 merged += kept[j]
             part.plan.encode(merged, encoded[here], seed, error=merged, first=part.start)
-            candidates[j] = merged
+            if part.nbytes:  # a fragment of few units leaves some slices empty
+                candidates[j] = merged
         self._candidates[fragment] = (slot, candidates)
         return encoded, weights([(c.steps, c.tokens) for c in contributions], self._weight)
 
