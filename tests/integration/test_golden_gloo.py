@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.compare import check_run, rounds
+from tests.golden.compare import check_run, read_send, rounds
 from tests.golden.gloo_run import GlooRun, run_gloo
 from tests.golden.island import Case, Plan, paces
 
@@ -102,3 +102,37 @@ def test_digests_are_equal_whatever_the_vector_width_and_the_number_of_threads(t
         assert first == second
         assert len(set(first)) == 5
         check_run(run, [0, 1], Case(method).outer())
+
+
+OWNERS = {
+    run.name: run
+    for run in [
+        GlooRun("owners-fp32", Case(), [Plan(4, 9, rows=1 + i) for i in range(5)], [[i] for i in range(5)]),
+        GlooRun(
+            "owners-int8",
+            Case(fragments=3, overlap=1, wire="int8", feedback=True, rounding="stochastic"),
+            [Plan(4, 9, rows=1 + i) for i in range(5)],
+            [[i] for i in range(5)],
+        ),
+    ]
+}
+"""Five islands, whose slices have owners."""
+
+
+def test_slices_of_five_islands_are_merged_by_their_owners(tmp_path):
+    run_gloo(tmp_path, list(OWNERS.values()), timeout_s=150)
+    for name, run in OWNERS.items():
+        outer = run.case.outer(name, islands=5)
+        results = check_run(tmp_path / name, range(5), outer, paces=paces(run.plans))
+        assert len({result.digest for result in results}) == len(results) >= 3
+        if run.case.feedback:
+            assert all(len(result.owned) == 5 for result in results)
+            continue
+        # Of a payload of b bytes, M islands send 2 (M - 1) b together.
+        sent = read_send(tmp_path / name / "island-0" / "sends" / "slot-000000.safetensors").parameters
+        payload = sum(values.nbytes for values in sent.values())
+        events = [rounds(tmp_path / name / f"island-{i}")[0] for i in range(5)]
+        assert sum(event["bytes_sent"] for event in events) == 8 * payload
+        assert sum(event["bytes_received"] for event in events) == 8 * payload
+        for event in events:
+            assert abs(event["bytes_sent"] / (8 * payload / 5) - 1) < 0.01
