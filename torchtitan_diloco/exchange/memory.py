@@ -149,7 +149,7 @@ class MemoryNet:
                 for sender in bulk.members
                 if sender != receiver
             ]
-            lost = any(not fate.delays for fate in fates)
+            lost = any(fate.crash_first or not fate.delays for fate in fates)
             delay = max((max(fate.delays, default=BULK_TIMEOUT_S) for fate in fates), default=0.0)
             self.at(delay, partial(self._end_bulk, receiver, bulk.attempt, None if lost else payloads))
             for fate in fates:

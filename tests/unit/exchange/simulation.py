@@ -1,5 +1,6 @@
 """Islands that do nothing but offer slots over the in-memory network, and the invariants that must hold whatever happens."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,8 +8,18 @@ from functools import partial
 
 import torch
 
+from tests.unit.exchange.account import Account, Work
 from torchtitan_diloco.errors import Resumable
-from torchtitan_diloco.exchange.memory import Boundary, Fate, MemoryNet, MemoryTransport
+from torchtitan_diloco.exchange.memory import (
+    BULK_TIMEOUT_S,
+    DETECT_S,
+    TICK_S,
+    Boundary,
+    Fate,
+    MemoryNet,
+    MemoryTransport,
+    Script,
+)
 from torchtitan_diloco.exchange.transport import Hello
 from torchtitan_diloco.outer.codec import make_codec
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
@@ -18,6 +29,9 @@ from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
 
 WINDOW_S = 1.0
+LONGEST_WINDOW_S = 1.5
+USUAL_S = 0.1  # a message that takes longer is late
+SLOTS_A_SECOND = 3  # at most, while nothing goes wrong
 
 
 def fragments_of(count: int) -> tuple[Fragment, ...]:
@@ -35,7 +49,8 @@ class Actor:
     incarnation: int
     transport: MemoryTransport
     state: OuterState
-    steps: dict[int, int] = field(default_factory=dict)
+    trained: int = 0  # inner steps in all
+    steps: dict[int, int] = field(default_factory=dict)  # of them, by fragment, since it was applied
     sent: dict[int, int] = field(
         default_factory=dict
     )  # slot not applied yet -> version its delta is based on
@@ -44,6 +59,10 @@ class Actor:
 
     def alive(self) -> bool:
         return self.sim.net.nodes.get(self.island) is self.transport
+
+    def done(self) -> bool:
+        """Has sent its last slot."""
+        return self.alive() and self.next_slot >= self.sim.slots
 
     def window(self) -> None:
         """Inner steps are done: apply what is due (waiting for it if need be), then send the next slot's fragment."""
@@ -55,22 +74,27 @@ class Actor:
         if self.next_slot >= self.sim.slots:
             return
         fragment = self.next_slot % self.sim.fragments
+        self.trained += 4
         for f in range(self.sim.fragments):
             self.steps[f] = self.steps.get(f, 0) + 4
         slot, self.next_slot = self.next_slot, self.next_slot + 1
         self.sent[slot] = self.state.states[fragment].version
         self.send(slot, self.steps[fragment])
-        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, 1.5), self.window)
+        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, LONGEST_WINDOW_S), self.window)
 
     def send(self, slot: int, steps: int) -> None:
         fragment = slot % self.sim.fragments
         state = self.state.states[fragment]
         noise = torch.tensor([float(hash((self.island, self.incarnation, slot, i)) % 97) for i in range(3)])
+        delta = state.anchor - noise
+        work = Work(self.island, self.incarnation, slot, self.trained - steps, self.trained, steps * 10, delta)
+        position = self.sim.account.offer(work)
         header = Header(
             self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
-            steps, steps * 10, True, {f"a/{self.island}": slot + 1}, {}, {"a": "0-4"}, False,
+            steps, steps * 10, True, {f"a/{self.island}": position}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
-        self.transport.offer(header, (state.anchor - noise).view(torch.uint8))
+        self.sim.offered(slot)
+        self.transport.offer(header, delta.view(torch.uint8))
 
     def poll(self) -> None:
         if not self.sent or not self.alive():
@@ -87,7 +111,8 @@ class Actor:
         taken = self.state.states[fragment].version != base  # from another island meanwhile
         if outcome.status == "committed" and not taken:
             assert outcome.merged is not None
-            self.state.commit(
+            parent = self.state.states[fragment].lineage
+            committed = self.state.commit(
                 outcome.slot,
                 fragment,
                 outcome.merged,
@@ -96,6 +121,8 @@ class Actor:
                 outcome.advanced,
                 outcome.members,
             )
+            self.sim.account.commit(parent, committed.lineage, outcome)
+            self.sim.commits.setdefault(outcome.slot, self.sim.net.now)
             self.steps[fragment] = 0
         elif outcome.status == "failed" and not taken:
             self.state.fail(outcome.slot)
@@ -142,31 +169,64 @@ def merge(fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.T
 
 
 class Simulation:
-    """A run of ``islands`` islands for ``slots`` slots under a fault script."""
+    """A run of ``islands`` islands for ``slots`` slots under a fault script; ``more`` windows at least after its faults.
+
+    A window is as many slots as there are fragments.
+    """
 
     def __init__(
-        self, islands: int, slots: int, seed: int, script=None, fragments: int = 1, overlap: int = 0
+        self,
+        islands: int,
+        slots: int,
+        seed: int,
+        script: Script | None = None,
+        fragments: int = 1,
+        overlap: int = 0,
+        more: int = 0,
     ) -> None:
         self.random = random.Random(seed)
-        self.slots, self.fragments, self.overlap = slots, fragments, overlap
-        self.net = MemoryNet(script)
+        self.slots, self.fragments, self.overlap, self.more = slots, fragments, overlap, more
+        self.script = script or (lambda boundary: Fate())
+        self.net = MemoryNet(self.fate)
+        self.account = Account()
+        self.calm = 0.0  # when the last fault was over
+        self.quiet = 0.0  # and whoever had crashed was back
+        self.offers: dict[int, float] = {}  # slot -> when it was first offered
+        self.commits: dict[int, float] = {}  # slot -> when it was first committed
         self.actors: dict[int, Actor] = {}
         self.incarnations = 0
         for island in range(islands):
             self.start(island)
         self.net.on_crash = self.crashed
 
+    def fate(self, boundary: Boundary) -> Fate:
+        fate = self.script(boundary)
+        if fate.crash or len(fate.delays) != 1 or fate.delays[0] > USUAL_S:
+            self.disturbed(max(fate.delays, default=0.0))
+        return fate
+
+    def disturbed(self, seconds: float) -> None:
+        """A fault has an effect as late as that. Unless an island is done, the run becomes long enough to go on afterwards."""
+        self.calm = max(self.calm, self.net.now + seconds)
+        if self.more and not any(actor.done() for actor in self.actors.values()):
+            slot = max(self.offers, default=-1) + 1
+            self.slots = max(self.slots, slot + math.ceil(SLOTS_A_SECOND * seconds) + self.more * self.fragments)
+
+    def offered(self, slot: int) -> None:
+        self.offers.setdefault(slot, self.net.now)
+
     def start(self, island: int) -> None:
         if island in self.net.nodes:
             return
         self.incarnations += 1
+        self.quiet = self.net.now
         anchors = [torch.zeros(3) for _ in range(self.fragments)]
         state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
         transport = MemoryTransport(merge=merge, net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)
         transport.join(hello, state)
         self.actors[island] = Actor(self, island, self.incarnations, transport, state, next_slot=state.slot)
-        self.net.at(WINDOW_S * self.random.uniform(0.5, 1.5), self.actors[island].window)
+        self.net.at(self.random.uniform(0.5, LONGEST_WINDOW_S), self.actors[island].window)
 
     def crashed(self, island: int) -> None:
         """A crashed island comes back, as long as another holds the run's state."""
@@ -187,13 +247,29 @@ class Simulation:
         raise AssertionError("the run does not come to an end")
 
     def check(self) -> None:
-        """No two living islands hold different bits for one version of a fragment."""
-        seen: dict[tuple[int, int], str] = {}
-        for island, actor in self.actors.items():
-            if self.net.nodes.get(island) is actor.transport:
-                for f, state in enumerate(actor.state.states):
-                    value = seen.setdefault((f, state.version), state.digest)
-                    assert value == state.digest, f"version {state.version} of fragment {f} has two digests"
+        """No two living islands have ever held different bits for one version of a fragment."""
+        living = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
+        incarnations = {actor.incarnation for actor in living}
+        for actor in living:
+            for f, state in enumerate(actor.state.states):
+                self.account.hold(f, state.version, state.digest, actor.incarnation, incarnations)
+
+    def check_progress(self) -> None:
+        """At the end: everybody has done all slots (or all were dead at once), and faults had no effect beyond their time.
+
+        Within one window after the last fault, and the time-outs that it has set off, a slot commits. Once those that
+        crashed are back too, every slot does.
+        """
+        if not self.net.nodes:
+            return
+        assert self.finished(), "an island has not finished"
+        later = [slot for slot, at in self.offers.items() if at > max(self.calm, self.quiet)]
+        failed = [slot for slot in later if slot not in self.commits]
+        assert not failed, f"slots {failed} failed, though all is well from {later[0]} on"
+        expected = [at for slot, at in self.offers.items() if at > self.calm or self.commits.get(slot, 0) > self.calm]
+        limit = self.fragments * LONGEST_WINDOW_S + TICK_S + DETECT_S + BULK_TIMEOUT_S
+        waited = min((at for at in self.commits.values() if at > self.calm), default=math.inf) - self.calm
+        assert not expected or waited < limit, f"no slot committed for {waited:.1f} s after the last fault"
 
     def finished(self) -> bool:
         live = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
