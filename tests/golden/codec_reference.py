@@ -196,7 +196,9 @@ def fp4_codes(block: np.ndarray, scale_byte: int, bits: np.ndarray | None) -> li
         codes = np.searchsorted(HALFWAY, seen, side="right")
     else:
         codes = np.searchsorted(LEVELS, seen, side="right") - 1
-        above = np.where(codes == 0, seen, seen / LEVELS[np.maximum(codes, 1)] - F32(1))  # of the gap, in [0, 1)
+        above = np.where(
+            codes == 0, seen, seen / LEVELS[np.maximum(codes, 1)] - F32(1)
+        )  # of the gap, in [0, 1)
         codes += (above.astype(np.float64) * 2**23).astype(np.uint64) + (bits >> np.uint64(9)) >= 2**23
     return [int(c) | 8 * int(sign) for c, sign in zip(codes, np.signbit(block), strict=True)]
 

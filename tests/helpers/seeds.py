@@ -13,7 +13,9 @@ One = Callable[[int], Counter[str] | None]
 """Does a seed; may count what it saw."""
 
 
-def run_seeds(one: One, seeds: range, replay: str, *, seconds: float = 60.0, workers: int = 2) -> Counter[str]:
+def run_seeds(
+    one: One, seeds: range, replay: str, *, seconds: float = 60.0, workers: int = 2
+) -> Counter[str]:
     """Call ``one`` (of a module's top level, or a partial of such) for every seed; returns the sum of what it counted.
 
     replay: how to do one again, with {seed} in place of the seed. seconds: for each. Raises AssertionError with the seed when

@@ -9,7 +9,9 @@ from tests.unit.exchange.fault_schedules import KINDS, Fault, Schedule
 from torchtitan_diloco.exchange.memory import Boundary, Fate
 from torchtitan_diloco.exchange.messages import Announce, Confirm
 
-FRAGMENTS = 4  # as many as slots in a window, so that an overlap of one slot is one of a quarter of the window
+FRAGMENTS = (
+    4  # as many as slots in a window, so that an overlap of one slot is one of a quarter of the window
+)
 SLOTS = 5
 
 

@@ -28,9 +28,7 @@ def one(how: str, at: int, seed: int) -> Counter[str]:
 
 
 def test_every_seed_is_done_once():
-    assert run_seeds(partial(one, "", -1), range(7, 30), REPLAY) == Counter(
-        seeds=23, total=sum(range(7, 30))
-    )
+    assert run_seeds(partial(one, "", -1), range(7, 30), REPLAY) == Counter(seeds=23, total=sum(range(7, 30)))
 
 
 @pytest.mark.parametrize(

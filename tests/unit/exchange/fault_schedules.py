@@ -151,6 +151,4 @@ def run_drawn(seed: int) -> Counter[str]:
         raise AssertionError(f"{type(error).__name__}: {error}\n{explain(schedule)}") from error
     last = max(simulation.calm, simulation.quiet)
     later = sum(at > last for at in simulation.offers.values())
-    return Counter(
-        schedules=1, slots=len(simulation.commits), afterwards=int(later >= simulation.fragments)
-    )
+    return Counter(schedules=1, slots=len(simulation.commits), afterwards=int(later >= simulation.fragments))

@@ -87,7 +87,9 @@ class Actor:
         state = self.state.states[fragment]
         noise = torch.tensor([float(hash((self.island, self.incarnation, slot, i)) % 97) for i in range(3)])
         delta = state.anchor - noise
-        work = Work(self.island, self.incarnation, slot, self.trained - steps, self.trained, steps * 10, delta)
+        work = Work(
+            self.island, self.incarnation, slot, self.trained - steps, self.trained, steps * 10, delta
+        )
         position = self.sim.account.offer(work)
         header = Header(
             self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
@@ -206,11 +208,13 @@ class Simulation:
         return fate
 
     def disturbed(self, seconds: float) -> None:
-        """A fault has an effect as late as that. Unless an island is done, the run becomes long enough to go on afterwards."""
+        """A fault has an effect as late as that. The run becomes so long that it goes on afterwards, unless an island is done."""
         self.calm = max(self.calm, self.net.now + seconds)
         if self.more and not any(actor.done() for actor in self.actors.values()):
             slot = max(self.offers, default=-1) + 1
-            self.slots = max(self.slots, slot + math.ceil(SLOTS_A_SECOND * seconds) + self.more * self.fragments)
+            self.slots = max(
+                self.slots, slot + math.ceil(SLOTS_A_SECOND * seconds) + self.more * self.fragments
+            )
 
     def offered(self, slot: int) -> None:
         self.offers.setdefault(slot, self.net.now)
@@ -266,7 +270,9 @@ class Simulation:
         later = [slot for slot, at in self.offers.items() if at > max(self.calm, self.quiet)]
         failed = [slot for slot in later if slot not in self.commits]
         assert not failed, f"slots {failed} failed, though all is well from {later[0]} on"
-        expected = [at for slot, at in self.offers.items() if at > self.calm or self.commits.get(slot, 0) > self.calm]
+        expected = [
+            at for slot, at in self.offers.items() if at > self.calm or self.commits.get(slot, 0) > self.calm
+        ]
         limit = self.fragments * LONGEST_WINDOW_S + TICK_S + DETECT_S + BULK_TIMEOUT_S
         waited = min((at for at in self.commits.values() if at > self.calm), default=math.inf) - self.calm
         assert not expected or waited < limit, f"no slot committed for {waited:.1f} s after the last fault"

@@ -11,6 +11,8 @@ from torchtitan_diloco.exchange import protocol
 from torchtitan_diloco.exchange.messages import Outcome
 
 NO_FAULT = Schedule(islands=2, slots=1)
+HEADER_LOST = Schedule(2, 8, faults={1: Fault("receiver crashes before"), 3: Fault("drop")}, seed=140)
+HEADER_AGAIN = Schedule(3, 2, 3, 2, {8: Fault("duplicate", 5.733971837722448)}, seed=38, more=1)
 SILENT_CONFIRM = Planted(
     "a confirmation that was lost is not said again", protocol,
     "                effects += self._tell(offer, Confirm(offer.epoch.id, offer.slot, offer.digest))",
@@ -21,7 +23,7 @@ PLANTED: list[Planted[tuple[Schedule, str]]] = [
     SILENT_CONFIRM,
     Planted("a header that was lost is not said again", protocol,
             "                effects += self._tell(offer, self._announcement(offer))", "                pass",
-            (Schedule(2, 8, faults={1: Fault("receiver crashes before"), 3: Fault("drop")}, seed=140), "the run does not come to an end")),
+            (HEADER_LOST, "the run does not come to an end")),
     Planted("a contribution merged twice", protocol, "for i in offer.roll.contributors\n            ],",
             "for i in (*offer.roll.contributors, offer.roll.contributors[0])\n            ],",
             (NO_FAULT, "merged something else than what it counted")),
@@ -33,7 +35,7 @@ PLANTED: list[Planted[tuple[Schedule, str]]] = [
     Planted("one that has committed denies it", protocol,
             'Answer(epoch, slot, "committed", value) if by == epoch else Answer(epoch, slot, "behind")',
             'Answer(epoch, slot, "void")',
-            (Schedule(3, 2, 3, 2, {8: Fault("duplicate", 5.733971837722448)}, seed=38, more=1), "failed, though all is well")),
+            (HEADER_AGAIN, "failed, though all is well")),
 ]  # fmt: skip
 
 
@@ -64,7 +66,11 @@ def test_a_failing_schedule_gets_as_small_as_it_can_be_and_is_told_in_words(monk
 
 def test_an_error_that_is_no_assertion_is_told_as_well(monkeypatch):
     commits_too_early = Planted(
-        "", protocol, "if any(island not in offer.confirms for island in offer.roll.members):", "if False:", None
+        "",
+        protocol,
+        "if any(island not in offer.confirms for island in offer.roll.members):",
+        "if False:",
+        None,
     )
     plant(commits_too_early, monkeypatch)
     with pytest.raises(AssertionError, match=r"KeyError: .*\nSchedule\(.*\)\.run\(\) raises KeyError"):
@@ -94,9 +100,7 @@ def test_steps_that_follow_one_another_are_counted_once():
 def test_steps_in_two_slots_of_one_history_are_seen():
     account = Account()
     account.commit("", "one", outcome(offered(account, 0, 4)))
-    with pytest.raises(
-        AssertionError, match="counts steps 3 to 8 of island 0, which are in it up to 4"
-    ):
+    with pytest.raises(AssertionError, match="counts steps 3 to 8 of island 0, which are in it up to 4"):
         account.commit("one", "two", outcome(offered(account, 3, 8, slot=1), slot=1))
 
 
