@@ -43,8 +43,6 @@ USE = [
     Fault("residual survives a heal", wire, "self._feedback[fragment].residual.zero_()", "pass", "heal"),
     Fault("all residuals forgotten at a heal", wire, "self._feedback[fragment].residual.zero_()",
           "[f.residual.zero_() for f in self._feedback]", "heal"),
-    Fault("residual moves in a slot whose result is taken from another", diloco, "outcome.status == \"committed\" and self",
-          "outcome.status != \"failed\" and self", "heal"),
     Fault("noise of another island", wire, "slot, fragment, self._island)", "slot, fragment, 0)", "int8 with noise"),
     Fault("noise of another fragment", wire, "slot, fragment, self._island)", "slot, 0, self._island)", "fp4 with noise"),
     Fault("noise of another slot", wire, "slot, fragment, self._island)", "slot + 1, fragment, self._island)",

@@ -208,7 +208,7 @@ class Simulation:
         return fate
 
     def disturbed(self, seconds: float) -> None:
-        """A fault has an effect as late as that. Unless an island is done, the run becomes so long that it goes on after it."""
+        """A fault has an effect as late as that. Unless an island is done, the run becomes long enough to go on after it."""
         self.calm = max(self.calm, self.net.now + seconds)
         if self.more and not any(actor.done() for actor in self.actors.values()):
             slot = max(self.offers, default=-1) + 1
