@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.codec_runs import PLANS, WIDE, with_a_heal, with_a_listener, with_failures
+from tests.golden.codec_runs import SHORT, WIDE, with_a_heal, with_a_listener, with_failures
 from tests.golden.compare import Mismatch
 from tests.golden.island import Case
 from tests.golden.memory_run import MemoryRun
@@ -16,17 +16,17 @@ from torchtitan_diloco.semi_sync import diloco, wire
 
 RUNS = {
     **{
-        name: MemoryRun(Case(wire=codec, fragments=2), PLANS)
+        name: MemoryRun(Case(wire=codec, fragments=2), SHORT)
         for name, codec in {"int8": "int8", "int4": "int4", "fp4": "fp4_e3m0"}.items()
     },
     "topk": MemoryRun(Case(wire="topk", feedback=True), WIDE),
     "sums": MemoryRun(Case(wire="int8"), WIDE),
-    "int8 with noise": MemoryRun(Case(wire="int8", rounding="stochastic", fragments=2), PLANS),
-    "fp4 with noise": MemoryRun(Case(wire="fp4_e3m0", rounding="stochastic", fragments=2), PLANS),
+    "int8 with noise": MemoryRun(Case(wire="int8", rounding="stochastic", fragments=2), SHORT),
+    "fp4 with noise": MemoryRun(Case(wire="fp4_e3m0", rounding="stochastic", fragments=2), SHORT),
     "feedback": with_failures(Case(wire="int4", feedback=True, fragments=4, overlap=1)),
     "heal": with_a_heal(Case(wire="int4", feedback=True, fragments=4)),
     "listener": with_a_listener(Case(wire="int4", feedback=True, fragments=4, overlap=1, alpha=0.5)),
-    "block": MemoryRun(Case(wire="int8", block=6), PLANS),
+    "block": MemoryRun(Case(wire="int8", block=6), SHORT),
 }
 """By what shows a fault. Those that need values no training makes are planted in tests/unit/outer only."""
 
