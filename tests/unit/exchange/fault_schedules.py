@@ -70,7 +70,7 @@ class Schedule:
             }[fault.kind]
 
         simulation = Simulation(
-            self.islands, self.slots, self.seed, script, self.fragments, self.overlap, self.more
+            self.islands, self.slots, self.seed, script, self.fragments, self.overlap, more=self.more
         )
         return simulation
 
