@@ -1,9 +1,8 @@
 """The slot protocol under thousands of random schedules of faults; other seeds at every run, printed.
 
-100,000 of them, in less than an hour on two cores:
+100,000 of them, within the hour on two cores:
 
-    DILOCO_SEED=0 DILOCO_SCHEDULES=100000 python -m pytest tests/integration/exchange/test_random_schedules.py \\
-        -k faults -o timeout=0
+    DILOCO_SEED=0 DILOCO_SCHEDULES=100000 python -m pytest tests/integration/exchange/test_random_schedules.py
 """
 
 import os
@@ -18,6 +17,7 @@ SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "5000"))
 SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))
 
 
+@pytest.mark.timeout(max(300, SCHEDULES // 20))
 def test_random_schedules_of_faults(capsys: pytest.CaptureFixture[str]) -> None:
     """Never two digests for one version, no inner step counted twice, progress after the last fault; see ``account``.
 
