@@ -5,6 +5,7 @@ from tests.golden.memory_run import MemoryRun
 from torchtitan_diloco.exchange.memory import Boundary, Fate
 
 PLANS = [Plan(8, 17), Plan(10, 21, rows=3), Plan(9, 19, rows=1)]
+SHORT = [Plan(2, 5), Plan(3, 7, rows=3), Plan(2, 5, rows=1)]
 EVEN = [Plan(8, 17), Plan(8, 17, rows=3), Plan(8, 17, rows=1)]
 LONG = [Plan(8, 25), Plan(8, 25, rows=3), Plan(8, 25, rows=1)]
 WIDE = [Plan(4, 9, width=40), Plan(5, 11, rows=3, width=40), Plan(4, 9, rows=1, width=40)]

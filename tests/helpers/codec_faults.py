@@ -20,7 +20,7 @@ CODEC_FAULTS = [
     Fault("fp4 ties down", fp4, "HALF_MANTISSA) - ONE_BITS", "HALF_MANTISSA - 1) - ONE_BITS", "fp4 at the extremes"),
     Fault("fp4 without rounding to the smallest level", fp4, "min=1.0", "min=0.0", "fp4"),
     Fault("fp4 scale cut instead of rounded", fp4, "else HALF_MANTISSA, device", "else 0, device", "fp4"),
-    Fault("fp4 values above the top level", fp4, ".clamp_(max=TOP_LEVEL)", "", "fp4"),
+    Fault("fp4 values above the top level", fp4, ".clamp_(max=TOP_LEVEL)", "", "fp4 at the extremes"),
     Fault("fp4 sign lost", fp4, "torch.copysign(doubled, values, out=doubled)", "pass", "fp4"),
     Fault("topk by value, not magnitude", topk, "MAGNITUDE_BITS = 0x7FFFF000", "MAGNITUDE_BITS = -0x1000", "topk"),
     Fault("topk ties to the higher place", topk, "torch.arange(CHUNK - 1, -1, -1,", "torch.arange(0, CHUNK, 1,", "topk"),

@@ -38,7 +38,7 @@ EVEN_PLANS = [Plan(8, 17), Plan(8, 17, rows=3), Plan(8, 17, rows=1)]
 
 
 def streaming(ranks: str, plans: list[Plan], **settings) -> GlooRun:
-    name = "-".join([ranks, *(f"{key}{value:g}" for key, value in settings.items())])
+    name = "-".join([ranks, *(f"{key}{value}" for key, value in settings.items())])
     return GlooRun(name, Case(**settings), plans[: len(LAYOUTS[ranks])], LAYOUTS[ranks])
 
 
@@ -57,11 +57,26 @@ STREAMING = {
 }
 
 
+CODECS = {
+    run.name: run
+    for run in [
+        streaming("1+1+1", STREAMING_PLANS, wire="int8", feedback=True, fragments=4, overlap=3, alpha=0.5),
+        streaming("1+1", STREAMING_PLANS, wire="int8", rounding="stochastic", fragments=4, overlap=1),
+        streaming("2+1", STREAMING_PLANS, wire="fp4_e3m0", feedback=True, fragments=4, overlap=1, alpha=0.5),
+        streaming("1+1+1", EVEN_PLANS, wire="fp4_e3m0", fragments=8, overlap=2),
+        streaming("1+1+1", EVEN_PLANS, wire="topk", feedback=True, fragments=8, overlap=2),
+        streaming("1+1", STREAMING_PLANS, wire="topk", fragments=4, overlap=7, alpha=0.5),
+        streaming("1+1", STREAMING_PLANS, wire="int4", feedback=True, rounding="stochastic", fragments=4),
+        streaming("1+1", STREAMING_PLANS, wire="bf16", feedback=True, fragments=4, overlap=3),
+    ]
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of all runs, done by one set of four processes."""
     folder = tmp_path_factory.mktemp("gloo")
-    run_gloo(folder, [*RUNS.values(), *STREAMING.values()], timeout_s=280)
+    run_gloo(folder, [*RUNS.values(), *STREAMING.values(), *CODECS.values()], timeout_s=280)
     return folder
 
 
@@ -72,11 +87,11 @@ def test_reference_reproduces_every_anchor_and_the_final_momentum(name, runs):
     assert len({result.digest for result in results}) == 3, "the anchor did not move"
 
 
-@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize("name", [*STREAMING, *CODECS])
 def test_reference_reproduces_streaming_and_every_islands_own_parameters(name, runs):
-    run = STREAMING[name]
+    run = (STREAMING | CODECS)[name]
     ranks = [len(processes) for processes in run.islands]
-    results = check_run(runs / name, range(len(ranks)), run.case.outer(), paces=paces(run.plans, ranks))
+    results = check_run(runs / name, range(len(ranks)), run.case.outer(name), paces=paces(run.plans, ranks))
     assert len({result.digest for result in results}) == len(results) >= 8
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from tests.unit.exchange.fault_schedules import drawn_with_owners
 from tests.unit.exchange.simulation import (
     KINDS,
     Simulation,
     between_owners,
     boundaries_between_owners,
     complete,
-    random_large_simulation,
     random_script,
     random_simulation,
     single_fault,
@@ -132,4 +132,4 @@ def test_lost_or_late_messages_between_owners_change_no_result(kind: str) -> Non
 @pytest.mark.parametrize("seed", range(10))
 def test_random_schedules_with_owners(seed: int) -> None:
     """A sample; the integration tier draws others at every run."""
-    complete(random_large_simulation(seed))
+    drawn_with_owners(seed).run()
