@@ -10,13 +10,17 @@ import torch.distributed as dist
 from torchtitan_diloco.exchange.control import bind
 from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.outer import buffers
 
-CHUNK = 1 << 20  # elements in one collective: small enough to be paced, large enough to hide its latency
-AHEAD = 4  # collectives under way at once, so that the link does not idle for a round trip after each
+CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
+AHEAD = (
+    4  # messages under way to each member at once, so that the link does not idle for a round trip after each
+)
 
 
 class GlooBulk:
-    """All-gathers one flat buffer among the members of an attempt.
+    """All-gathers one flat buffer among the members of an attempt, by sending it to each: gloo's own all-gather sends as
+    much, but copies everything twice more.
 
     Each fragment has a lane of its own, so that several slots move at once. A lane keeps its group for as long as the epoch
     lasts, all its members take part and no slot on it has ``failed``; a slot from which some are left out gets a group for
@@ -25,10 +29,9 @@ class GlooBulk:
     """
 
     def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
-        from torchft.process_group import AllgatherOptions, ProcessGroupGloo
+        from torchft.process_group import ProcessGroupGloo
 
         self._group_class = ProcessGroupGloo
-        self._options = AllgatherOptions
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
@@ -67,18 +70,16 @@ class GlooBulk:
             group = self._group_class(timeout=self._timeout)
             prefix = f"{store}/{epoch}/slot-{slot}"
             group.configure(prefix, f"island_{me.island}", members.index(me), len(members))
-        gathered = [payload if m == me else torch.empty_like(payload) for m in members]
-        scratch = torch.empty_like(payload[:CHUNK])
+        gathered = [payload if m == me else buffers.empty(payload.numel(), payload.dtype) for m in members]
+        others = [rank for rank, member in enumerate(members) if member != me]
         under_way: deque[Any] = deque()
-        for start in range(0, payload.numel(), CHUNK):
-            mine = payload[start : start + CHUNK]
-            self._bucket.take(mine.nbytes * (len(members) - 1))
-            parts = [
-                scratch[: mine.numel()] if m == me else g[start : start + CHUNK]
-                for m, g in zip(members, gathered, strict=True)
-            ]
-            under_way.append(group.allgather([parts], [mine], self._options()))
-            if len(under_way) > AHEAD:
+        length = CHUNK // payload.itemsize
+        for start in range(0, payload.numel(), length):
+            here = slice(start, start + length)
+            self._bucket.take(payload[here].nbytes * len(others))
+            under_way += [group.recv([gathered[rank][here]], rank, 0) for rank in others]
+            under_way += [group.send([payload[here]], rank, 0) for rank in others]
+            while len(under_way) > 2 * AHEAD * len(others):
                 under_way.popleft().wait()
         for work in under_way:
             work.wait()

@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import safetensors.torch
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange import stream
 from torchtitan_diloco.exchange.messages import Member, Message, from_json, to_json
 from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
 
-SHELVED = 2  # published states kept for readers in the middle of a heal
+SHELVED = 2  # published states kept at most: the last, and the one before while somebody reads it
 MESSAGE_LIMIT = 1 << 20  # bytes; a header names every stream the island has read, some 20 bytes each
 PEER_TIMEOUT_S = 10.0  # one request to a peer
 RUN_HEADER = "x-diloco-run"
@@ -71,6 +71,7 @@ class ControlServer:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._shelf: dict[str, OuterState] = {}
+        self._read: dict[str, float] = {}  # when somebody last asked for a state on the shelf
         self.step = 0  # of run progress
         sock = bind(host, port)
         self.port: int = sock.getsockname()[1]
@@ -95,8 +96,13 @@ class ControlServer:
         with self._lock:
             self._shelf.pop(str(state.slot), None)
             self._shelf[str(state.slot)] = state.copy()
-            while len(self._shelf) > SHELVED:
-                del self._shelf[next(iter(self._shelf))]
+            for key in list(self._shelf)[
+                :-1
+            ]:  # another key for a reader's next request would restart its heal
+                idle = time.monotonic() - self._read.get(key, float("-inf")) > PEER_TIMEOUT_S
+                if idle or len(self._shelf) > SHELVED:
+                    del self._shelf[key]
+            self._read = {key: at for key, at in self._read.items() if key in self._shelf}
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -132,6 +138,7 @@ class ControlServer:
             if not self._shelf:
                 return JSONResponse({"error": "no state yet"}, status_code=404)
             key, state = list(self._shelf.items())[-1]
+            self._read[key] = time.monotonic()
             step = self.step
         return JSONResponse(
             {"key": key, "step": step, "state": state.describe(), "tensors": sorted(state.tensors())}
@@ -143,10 +150,12 @@ class ControlServer:
         key, name = request.path_params["key"], request.path_params["name"]
         with self._lock:
             state = self._shelf.get(key)
+            self._read[key] = time.monotonic()
         tensor = state.tensors().get(name) if state else None
         if tensor is None:
             return JSONResponse({"error": f"{name} of slot {key} is no longer held"}, status_code=410)
-        return Response(safetensors.torch.save({name: tensor}), media_type="application/octet-stream")
+        length = str(stream.length(name, tensor))
+        return StreamingResponse(stream.write(name, tensor), headers={"content-length": length})
 
 
 class Outbox:
@@ -229,5 +238,6 @@ class PeerClient:
 
     def tensor(self, key: str, name: str) -> tuple[torch.Tensor, int]:
         """A tensor of a published state, and the bytes it took."""
-        body = self._get(f"/state/{key}/{name}").content
-        return safetensors.torch.load(body)[name], len(body)
+        with self._client.stream("GET", f"/state/{key}/{name}") as response:
+            response.raise_for_status()
+            return stream.read(name, response.iter_raw())

@@ -6,6 +6,7 @@ import torch
 
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.codec import ErrorFeedback, make_codec, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.merge import Contribution, Weight, mean
@@ -14,7 +15,7 @@ from torchtitan_diloco.outer.merge import Contribution, Weight, mean
 class Wire:
     """On the gateway. Two threads use it: the training thread encodes and settles, the exchange thread merges.
 
-    Memory per fragment: the encoded delta, and with error feedback a float32 residual of the fragment's size.
+    Memory per fragment: with error feedback, a float32 residual of its size. An encoded delta lasts as long as its slot.
     """
 
     def __init__(
@@ -34,14 +35,15 @@ class Wire:
         self._run_id, self._island = run_id, island
         self._encoders = [codec.prepare(fragment.numel) for fragment in fragments]
         self._decoders = [codec.prepare(fragment.numel) for fragment in fragments]  # a plan serves one thread
-        self._buffers = [torch.empty(codec.nbytes(f.numel), dtype=torch.uint8) for f in fragments]
         self._feedback = (
             [ErrorFeedback(encoder) for encoder in self._encoders] if config.error_feedback else None
         )
 
     def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
-        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up. It lasts until the fragment's next."""
-        buffer = self._buffers[fragment]
+        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up."""
+        if self._codec.is_plain and not self._feedback:
+            return delta.view(torch.uint8)  # as it is: nothing is lost, so there is nothing to do
+        buffer = self._payload(fragment)
         seed = noise_seed(self._run_id, slot, fragment, self._island) if self._codec.stochastic else None
         if self._feedback:
             self._feedback[fragment].propose(delta, buffer, seed)
@@ -51,7 +53,10 @@ class Wire:
 
     def blank(self, fragment: int) -> torch.Tensor:
         """A payload for a delta that cannot be sent; its header says that it does not count."""
-        return self._buffers[fragment].zero_()
+        return self._payload(fragment).zero_()
+
+    def _payload(self, fragment: int) -> torch.Tensor:
+        return buffers.empty(self._encoders[fragment].nbytes, torch.uint8)
 
     def settle(self, fragment: int, counted: bool) -> None:
         """The slot is over; the residual moves only if this island's bytes counted in it."""

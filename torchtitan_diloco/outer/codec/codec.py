@@ -40,6 +40,9 @@ class Codec(ABC):
     stochastic: bool = False
     """Whether rounding draws noise, so that ``Plan.encode`` needs a seed."""
 
+    is_plain: bool = False
+    """Whether an encoding is the float32 values themselves."""
+
     @property
     @abstractmethod
     def unit(self) -> int:
@@ -169,6 +172,9 @@ class Plan:
         self._check(out, torch.float32, self.numel)
         if share is not None:
             self._share.fill_(share)
+        if share is not None and self.codec.is_plain and buffer.data_ptr() % out.itemsize == 0:
+            self._weigh(buffer.view(out.dtype), out, add)
+            return
         for chunk in self._chunks:
             kernel, target = chunk.kernel, out[chunk.start : chunk.stop]
             for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
@@ -182,6 +188,15 @@ class Plan:
                 target.add_(decoded[: target.numel()])
             elif not direct:
                 target.copy_(decoded[: target.numel()])
+
+    def _weigh(self, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        """What ``_decode`` does, without copying values that need no decoding."""
+        for chunk in self._chunks:
+            here, count = slice(chunk.start, chunk.stop), chunk.stop - chunk.start
+            product = self._decoded[:count] if add else out[here]
+            torch.mul(values[here], self._share, out=product)
+            if add:
+                out[here].add_(product)
 
     def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
