@@ -114,7 +114,9 @@ class Island(ABC):
         longest = max(p.numel() for p in self.model.parameters())
         self._noise = torch.randn(longest, generator=generator).mul_(STEP)
         self.numel = sum(p.numel() for p in self.model.parameters())
-        self.resident = 0  # bytes, once the parameters and every library are there, and nothing of an exchange yet
+        self.resident = (
+            0  # bytes, once the parameters and every library are there, and nothing of an exchange yet
+        )
 
     @torch.no_grad()
     def train(self) -> None:

@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -71,7 +71,9 @@ class ControlServer:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._shelf: dict[str, OuterState] = {}
-        self._read: dict[str, float] = {}  # when somebody last asked for a state on the shelf
+        self._read: dict[
+            str, float
+        ] = {}  # when a state on the shelf was last asked for, or a piece of it sent
         self.step = 0  # of run progress
         sock = bind(host, port)
         self.port: int = sock.getsockname()[1]
@@ -96,11 +98,10 @@ class ControlServer:
         with self._lock:
             self._shelf.pop(str(state.slot), None)
             self._shelf[str(state.slot)] = state.copy()
-            for key in list(self._shelf)[
-                :-1
-            ]:  # another key for a reader's next request would restart its heal
-                idle = time.monotonic() - self._read.get(key, float("-inf")) > PEER_TIMEOUT_S
-                if idle or len(self._shelf) > SHELVED:
+            for key in list(self._shelf)[:-1]:
+                # Without it, whoever reads it has to begin its heal again.
+                unread = time.monotonic() - self._read.get(key, float("-inf")) > PEER_TIMEOUT_S
+                if unread or len(self._shelf) > SHELVED:
                     del self._shelf[key]
             self._read = {key: at for key, at in self._read.items() if key in self._shelf}
 
@@ -150,12 +151,17 @@ class ControlServer:
         key, name = request.path_params["key"], request.path_params["name"]
         with self._lock:
             state = self._shelf.get(key)
-            self._read[key] = time.monotonic()
         tensor = state.tensors().get(name) if state else None
         if tensor is None:
             return JSONResponse({"error": f"{name} of slot {key} is no longer held"}, status_code=410)
         length = str(stream.length(name, tensor))
-        return StreamingResponse(stream.write(name, tensor), headers={"content-length": length})
+        return StreamingResponse(self._lend(key, name, tensor), headers={"content-length": length})
+
+    async def _lend(self, key: str, name: str, tensor: torch.Tensor) -> AsyncIterator[bytes | memoryview]:
+        for piece in stream.write(name, tensor):
+            with self._lock:
+                self._read[key] = time.monotonic()
+            yield piece
 
 
 class Outbox:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -26,7 +26,7 @@ def length(name: str, tensor: torch.Tensor) -> int:
     return len(_head(name, tensor)) + tensor.nbytes
 
 
-async def write(name: str, tensor: torch.Tensor) -> AsyncIterator[bytes | memoryview]:
+def write(name: str, tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
     """The file. tensor: contiguous, on the CPU, not changed meanwhile."""
     yield _head(name, tensor)
     values = tensor.view(torch.uint8).numpy().data

@@ -10,8 +10,8 @@ import torch
 
 from torchtitan_diloco.outer import buffers
 
-PIECE = 1 << 17
-"""Values that a thread works on at a time: what it needs of them stays in its core's cache."""
+PIECE = 1 << 18
+"""Values that a thread works on at a time: what it needs of them stays in the caches."""
 
 
 @dataclass(frozen=True, slots=True)
