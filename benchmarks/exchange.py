@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wire", default="fp32,int8", help="wire formats to compare with stock")
     parser.add_argument("--pairs", type=int, default=24, help="pairs of slots for each")
     parser.add_argument("--cost", action="store_true", help="CPU seconds per MB instead, of every codec")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="of the model")
+    parser.add_argument("--layers", type=int, default=Shape().layers, help="of the model")
     arguments = parser.parse_args(argv)
     for name in ("pairs", "layers"):
         if getattr(arguments, name) < 1:
@@ -206,12 +207,11 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("RUST_LOG", "error")  # TorchFT reports every quorum
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
-    import torchft
 
     shape = Shape(layers=arguments.layers)
     print(f"command: {shlex.join(['python', 'benchmarks/exchange.py', *argv])}")
     print(f"machine: {machine()}")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {torchft.__name__}")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, torchft {version('torchft')}")
     if arguments.cost:
         costs(arguments, shape)
     else:
