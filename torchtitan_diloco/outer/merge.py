@@ -51,7 +51,5 @@ def mean(contributions: Sequence[Contribution], kind: Weight, plan: Plan) -> tup
     ordered = sorted(contributions, key=lambda c: c.island)
     shares = weights([(c.steps, c.tokens) for c in ordered], kind)
     merged = buffers.empty(plan.numel, plan.dtype)
-    plan.decode_scaled(ordered[0].payload, shares[0], merged)
-    for contribution, share in zip(ordered[1:], shares[1:], strict=True):
-        plan.decode_add(contribution.payload, share, merged)
+    plan.weighted_sum([contribution.payload for contribution in ordered], shares, merged)
     return merged, shares

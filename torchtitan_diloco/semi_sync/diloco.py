@@ -256,7 +256,7 @@ class DiLoCo(SemiSync):
     def _snapshot(self, fragment: Fragment) -> torch.Tensor | None:
         """The fragment's present values, on the gateway; in memory that was used before, if there is any."""
         return self.parameters.snapshot(
-            fragment, buffers.empty(fragment.numel) if self.group.is_gateway else None
+            fragment, out=buffers.empty(fragment.numel) if self.group.is_gateway else None
         )
 
     def poll(self, flight: Flight, timeout_s: float = POLL_S) -> Outcome | None:
