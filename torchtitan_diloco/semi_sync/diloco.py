@@ -159,6 +159,7 @@ class DiLoCo(SemiSync):
             self.steps[i] = self.tokens[i] = 0
             if self.group.is_gateway:
                 self.wire.reset(i)
+        buffers.release()  # a heal needs more of them at once than slots do
         self.flights = [flight for flight in self.flights if flight.slot >= slot]
         self.next_slot = max(self.next_slot, slot)
         if self.hand_over or enter == self._enter:
@@ -391,6 +392,7 @@ class DiLoCo(SemiSync):
         self.next_slot = int(description["outer"]["slot"])
 
     def leave(self, reason: str) -> None:
+        buffers.release()
         if self.transport is not None:
             self.transport.leave(reason)
             self.setup.trace.event("leave", reason=reason)
