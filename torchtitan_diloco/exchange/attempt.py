@@ -32,8 +32,7 @@ class Bulk:
     """Send each of ``members`` (all of whom do the same) its part, then call ``bulk_done`` or ``bulk_failed``, once.
 
     fragment: never twice under way at once. whole: the members are all of the epoch's. sends: what each member gets, in
-    their order; 1-D uint8. sizes: the bytes that come from each. longest: the most that anybody sends anybody. What is
-    meant for this island itself stays here, and is counted in none of them but ``sends`` and ``sizes``.
+    their order (what is meant for this island itself stays here); 1-D uint8. sizes: the bytes that come from each.
     """
 
     attempt: tuple[int, str]
@@ -43,7 +42,6 @@ class Bulk:
     whole: bool
     sends: tuple[torch.Tensor, ...]
     sizes: tuple[int, ...]
-    longest: int
 
     def traffic(self, me: Member) -> tuple[int, int]:
         """Bytes that this island sends to others, and receives from them."""

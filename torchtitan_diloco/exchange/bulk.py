@@ -11,15 +11,18 @@ from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.control import bind
 from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.outer import buffers
 
-CHUNK = (
-    1 << 20
-)  # bytes to each member in one collective: small enough to be paced, large enough to hide its latency
-AHEAD = 4  # collectives under way at once, so that the link does not idle for a round trip after each
+CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
+AHEAD = (
+    4  # messages under way to each member at once, so that the link does not idle for a round trip after each
+)
 
 
 class GlooBulk:
-    """All-gathers whole payloads among the members of an attempt, or deals out slices and what becomes of them.
+    """Lets the members of an attempt send each of the others a part: of an all-gather, or slices and what becomes of them.
+
+    By messages from each to each: gloo's own all-gather sends as much, but copies everything twice more.
 
     Each fragment has a lane of its own, so that several slots move at once. A lane keeps its group for as long as the epoch
     lasts, all its members take part and no slot on it has ``failed``; a slot from which some are left out gets a group for
@@ -28,10 +31,9 @@ class GlooBulk:
     """
 
     def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
-        from torchft.process_group import AllgatherOptions, AllToAllOptions, ProcessGroupGloo
+        from torchft.process_group import ProcessGroupGloo
 
         self._group_class = ProcessGroupGloo
-        self._gather_options, self._deal_options = AllgatherOptions, AllToAllOptions
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
@@ -61,7 +63,7 @@ class GlooBulk:
         if bulk.members == (me,):
             return {me.island: bulk.sends[0]}
         group = self._begin(me, bulk, store)
-        parts = (self._gather if bulk.stage == "whole" else self._deal)(group, me, bulk)
+        parts = self._send(group, me, bulk)
         if self._latest[bulk.fragment] == bulk.attempt:  # else given up long ago, and another has the lane
             if bulk.stage == "slices":
                 self._between[bulk.fragment] = (bulk.attempt, group)
@@ -86,61 +88,27 @@ class GlooBulk:
         group.configure(prefix, f"island_{me.island}", bulk.members.index(me), len(bulk.members))
         return group
 
-    def _gather(self, group: Any, me: Member, bulk: Bulk) -> list[torch.Tensor]:
-        """Every member's payload (of one length), in their order."""
-        members, payload = bulk.members, bulk.sends[0]
-        gathered = [payload if m == me else torch.empty_like(payload) for m in members]
-        scratch = torch.empty_like(payload[:CHUNK])
+    def _send(self, group: Any, me: Member, bulk: Bulk) -> list[torch.Tensor]:
+        """To each member its part, for the part that it sends this island; in their order, of any lengths."""
+        mine = bulk.members.index(me)
+        others = [rank for rank in range(len(bulk.members)) if rank != mine]
+        sends = list(bulk.sends)
+        parts = [
+            sends[mine] if rank == mine else buffers.empty(size, torch.uint8)
+            for rank, size in enumerate(bulk.sizes)
+        ]
         under_way: deque[Any] = deque()
-        for start in range(0, payload.numel(), CHUNK):
-            mine = payload[start : start + CHUNK]
-            self._bucket.take(mine.nbytes * (len(members) - 1))
-            parts = [
-                scratch[: mine.numel()] if m == me else g[start : start + CHUNK]
-                for m, g in zip(members, gathered, strict=True)
-            ]
-            under_way.append(group.allgather([parts], [mine], self._gather_options()))
-            if len(under_way) > AHEAD:
+        for start in range(0, max(t.numel() for rank in others for t in (sends[rank], parts[rank])), CHUNK):
+            here = slice(start, start + CHUNK)
+            coming = {rank: part for rank in others if (part := parts[rank][here]).numel()}
+            going = {rank: part for rank in others if (part := sends[rank][here]).numel()}
+            self._bucket.take(sum(part.nbytes for part in going.values()))
+            under_way += [group.recv([part], rank, 0) for rank, part in coming.items()]
+            under_way += [group.send([part], rank, 0) for rank, part in going.items()]
+            while len(under_way) > 2 * AHEAD * len(others):
                 under_way.popleft().wait()
         for work in under_way:
             work.wait()
-        return gathered
-
-    def _deal(self, group: Any, me: Member, bulk: Bulk) -> list[torch.Tensor]:
-        """The part that each member sends this island (of any lengths), in their order."""
-        mine = bulk.members.index(me)
-        parts = [torch.empty(size, dtype=torch.uint8) for size in bulk.sizes]
-        parts[mine] = bulk.sends[mine]
-        under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor], torch.Tensor]] = deque()
-
-        def land() -> None:
-            work, incoming, targets, _ = under_way.popleft()
-            work.wait()
-            for target, values in zip(
-                targets, torch.split(incoming, [t.numel() for t in targets]), strict=True
-            ):
-                target.copy_(values)
-
-        # As many collectives on every island, since all know the longest part.
-        for start in range(0, bulk.longest, CHUNK):
-            stop = [0 if i == mine else start + CHUNK for i in range(len(parts))]
-            pieces = [send[start:end] for send, end in zip(bulk.sends, stop, strict=True)]
-            targets = [part[start:end] for part, end in zip(parts, stop, strict=True)]
-            outgoing = torch.cat(pieces)
-            incoming = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8)
-            self._bucket.take(outgoing.nbytes)
-            work = group.alltoall_base(
-                incoming,
-                outgoing,
-                [t.numel() for t in targets],
-                [p.numel() for p in pieces],
-                self._deal_options(),
-            )
-            under_way.append((work, incoming, targets, outgoing))
-            if len(under_way) > AHEAD:
-                land()
-        while under_way:
-            land()
         return parts
 
     def failed(self, slot: int) -> None:

@@ -37,7 +37,7 @@ def first_bulk(offer: Offer, island: int, merge: Merge) -> Bulk:
     sizes = merge.sizes(offer.header.fragment) if len(members) > FEW else ()
     if len(sizes) <= 1:
         size = offer.payload.nbytes
-        return _bulk(offer, "whole", [offer.payload] * len(members), [size] * len(members), size)
+        return _bulk(offer, "whole", [offer.payload] * len(members), [size] * len(members))
     offer.division = Division(owners(members, len(sizes)), sizes)
     if island in contributors:
         sends = [offer.division.part(offer.payload, i) for i in members]
@@ -45,19 +45,17 @@ def first_bulk(offer: Offer, island: int, merge: Merge) -> Bulk:
         sends = [offer.payload[:0]] * len(members)  # it owns slices like the others, but has nothing to say
     mine = offer.division.nbytes(island)
     coming = [mine if i in contributors else 0 for i in members]
-    return _bulk(offer, "slices", sends, coming, offer.division.longest)
+    return _bulk(offer, "slices", sends, coming)
 
 
 def second_bulk(offer: Offer, part: torch.Tensor) -> Bulk:
     """This island's merged slices for those of all the others."""
     assert offer.roll is not None and offer.division is not None
     coming = [offer.division.nbytes(i) for i in offer.roll.members]
-    return _bulk(offer, "merged", [part] * len(coming), coming, offer.division.longest)
+    return _bulk(offer, "merged", [part] * len(coming), coming)
 
 
-def _bulk(
-    offer: Offer, stage: Stage, sends: Sequence[torch.Tensor], sizes: Sequence[int], longest: int
-) -> Bulk:
+def _bulk(offer: Offer, stage: Stage, sends: Sequence[torch.Tensor], sizes: Sequence[int]) -> Bulk:
     assert offer.epoch is not None and offer.roll is not None
     offer.stage = stage
     members = tuple(m for m in offer.epoch.members if m.island in offer.roll.members)
@@ -69,5 +67,4 @@ def _bulk(
         whole=members == offer.epoch.members,
         sends=tuple(sends),
         sizes=tuple(sizes),
-        longest=longest,
     )

@@ -189,6 +189,7 @@ class GlooTransport(Transport):
                 event, due = self._protocol.tick, time.monotonic() + TICK_S
             for effect in event():
                 self._perform(effect)
+            event = effect = None  # type: ignore[assignment]  # they hold payloads, and the next may take a second
             self._note_waiting()
 
     def _note_waiting(self) -> None:

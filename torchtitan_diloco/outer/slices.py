@@ -11,6 +11,8 @@ from itertools import accumulate, cycle, pairwise
 
 import torch
 
+from torchtitan_diloco.outer import buffers
+
 FEW = 4
 """So many islands send one another everything: one quantisation instead of two, and hardly more bytes."""
 
@@ -57,15 +59,11 @@ class Division:
     def nbytes(self, island: int) -> int:
         return sum(self.sizes[j] for j in self.of(island))
 
-    @property
-    def longest(self) -> int:
-        """The most bytes that any island owns."""
-        return max(self.nbytes(island) for island in self.owners)
-
     def part(self, payload: torch.Tensor, island: int) -> torch.Tensor:
         """The island's slices of a payload, one after the other (uint8, 1-D)."""
         slices = torch.split(payload, list(self.sizes))
-        return torch.cat([slices[j] for j in self.of(island)] or [payload[:0]])
+        mine = [slices[j] for j in self.of(island)] or [payload[:0]]
+        return mine[0] if len(mine) == 1 else torch.cat(mine)
 
     def join(self, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The payload whose ``part`` each owner's entry is."""
@@ -76,4 +74,5 @@ class Division:
             slices |= {
                 j: parts[island][low:high] for j, (low, high) in zip(mine, pairwise(ends), strict=True)
             }
-        return torch.cat([slices[j] for j in range(len(self.sizes))])
+        payload = buffers.empty(sum(self.sizes), torch.uint8)
+        return torch.cat([slices[j] for j in range(len(self.sizes))], out=payload)

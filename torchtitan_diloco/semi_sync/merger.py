@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.codec import Codec, SlicedPlan, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.merge import Contribution, Weight, mean, weights
@@ -32,7 +33,7 @@ class Merger:
         self._codec = codec
         self._weight: Weight = weight
         self._plans = [SlicedPlan(codec, cut(f.numel, codec.unit, slices)) for f in fragments]
-        self._error_feedback = error_feedback and not codec.exact
+        self._error_feedback = error_feedback and not codec.is_plain
         self._run_id, self._island = run_id, island
         self._residuals: list[dict[int, torch.Tensor]] = [{} for _ in fragments]  # by slice
         self._candidates: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # fragment -> slot, by slice
@@ -58,7 +59,7 @@ class Merger:
         plan, kept, candidates = self._plans[fragment], self._residuals[fragment], {}
         # Numbered behind the deltas, so that no noise is used twice.
         seed = noise_seed(self._run_id, slot, len(self._plans) + fragment, self._island)
-        encoded = torch.empty(sum(plan.slices[j].nbytes for j in slices), dtype=torch.uint8)
+        encoded = buffers.empty(sum(plan.slices[j].nbytes for j in slices), torch.uint8)
         low = 0
         for j in slices:
             part = plan.slices[j]
@@ -81,7 +82,7 @@ class Merger:
     def decode(self, fragment: int, payload: torch.Tensor) -> torch.Tensor:
         """The merged delta from all slices as their owners encoded them."""
         plan = self._plans[fragment]
-        merged = torch.empty(plan.numel, dtype=plan.dtype)
+        merged = buffers.empty(plan.numel, plan.dtype)
         plan.decode(payload, merged)
         return merged
 

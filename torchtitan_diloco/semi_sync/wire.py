@@ -6,6 +6,7 @@ import torch
 
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.codec import ErrorFeedback, SlicedPlan, make_codec, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.merge import ELEMENTWISE
@@ -16,8 +17,8 @@ from torchtitan_diloco.semi_sync.merger import Merger
 class Wire:
     """On the gateway. Two threads use it: the training thread encodes and settles, the exchange thread has ``merge``.
 
-    Memory per fragment: the encoded delta, and with error feedback a float32 residual of the fragment's size (and of that
-    of the slices the island owns, see ``outer.slices``).
+    Memory per fragment: with error feedback, a float32 residual of its size (and one of the slices that the island owns, see
+    ``outer.slices``). An encoded delta lasts as long as its slot.
     """
 
     def __init__(
@@ -47,14 +48,15 @@ class Wire:
         self._encoders = [SlicedPlan(codec, cut(f.numel, codec.unit, slices)) for f in fragments]
         # With plans of its own, since each serves one thread.
         self.merge = Merger(codec, merge.weight, fragments, slices, config.error_feedback, run_id, island)
-        self._buffers = [torch.empty(encoder.nbytes, dtype=torch.uint8) for encoder in self._encoders]
         self._feedback = (
             [ErrorFeedback(encoder) for encoder in self._encoders] if config.error_feedback else None
         )
 
     def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
-        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up. It lasts until the fragment's next."""
-        buffer = self._buffers[fragment]
+        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up."""
+        if self._codec.is_plain and not self._feedback:
+            return delta.view(torch.uint8)  # as it is: nothing is lost, so there is nothing to do
+        buffer = self._payload(fragment)
         seed = noise_seed(self._run_id, slot, fragment, self._island) if self._codec.stochastic else None
         if self._feedback:
             self._feedback[fragment].propose(delta, buffer, seed)
@@ -64,7 +66,10 @@ class Wire:
 
     def blank(self, fragment: int) -> torch.Tensor:
         """A payload for a delta that cannot be sent; its header says that it does not count."""
-        return self._buffers[fragment].zero_()
+        return self._payload(fragment).zero_()
+
+    def _payload(self, fragment: int) -> torch.Tensor:
+        return buffers.empty(self._encoders[fragment].nbytes, torch.uint8)
 
     def settle(self, fragment: int, slot: int, committed: bool, counted: bool) -> None:
         """The slot is over; the residual moves only if this island's bytes ``counted`` in it."""

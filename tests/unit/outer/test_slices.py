@@ -53,7 +53,6 @@ def test_the_owners_parts_of_a_payload_make_it_up_again(sizes: list[int], data: 
     payload = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
     parts = {island: division.part(payload, island) for island in range(7)}
     assert {i: part.numel() for i, part in parts.items()} == {i: division.nbytes(i) for i in range(7)}
-    assert division.longest == max(part.numel() for part in parts.values())
     assert torch.equal(division.join(parts), payload)
 
 
@@ -84,6 +83,8 @@ def test_cutting_changes_no_value_whatever_the_codec(wire: str, numel: int, roun
         plan.decode_scaled(buffer, 0.3, scaled)
         plan.decode_add(buffer, 0.3, total)
         assert torch.equal(scaled, out * 0.3) and torch.equal(total, values + out * 0.3)
+        plan.weighted_sum([buffer, buffer], [0.3, 0.7], total)
+        assert torch.equal(total, out * 0.3 + out * 0.7)
         part = plan.slices[count // 2]
         alone = torch.empty(part.stop - part.start)
         part.plan.decode(buffer[part.low : part.high], alone)

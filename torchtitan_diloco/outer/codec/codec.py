@@ -1,6 +1,7 @@
 """What a codec is, and the plan that walks it over a long tensor in pieces that stay in the processor's cache."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,8 +41,8 @@ class Codec(ABC):
     stochastic: bool = False
     """Whether rounding draws noise, so that ``Plan.encode`` needs a seed."""
 
-    exact: bool = False
-    """Whether every float32 comes back as it was, so that there is nothing to carry over."""
+    is_plain: bool = False
+    """Whether an encoding is the float32 values themselves."""
 
     @property
     @abstractmethod
@@ -179,24 +180,48 @@ class Plan:
         """``accumulator += share * decoded``, product and sum each rounded to float32, in one pass over memory."""
         self._decode(buffer, accumulator, share, add=True)
 
+    def weighted_sum(
+        self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
+    ) -> None:
+        """``out = (share_0 * decoded_0 + share_1 * decoded_1) + ...``: ``decode_scaled`` of the first, then ``decode_add``
+        of the others in turn, bit for bit, with ``out`` going through memory once."""
+        for buffer in buffers:
+            check_flat(buffer, torch.uint8, self.nbytes)
+        check_flat(out, torch.float32, self.numel)
+        for chunk in self._chunks:
+            target = out[chunk.start : chunk.stop]
+            for number, (buffer, share) in enumerate(zip(buffers, shares, strict=True)):
+                self._decode_chunk(chunk, buffer, target, share, add=number > 0)
+
     def _decode(self, buffer: torch.Tensor, out: torch.Tensor, share: float | None, *, add: bool) -> None:
         check_flat(buffer, torch.uint8, self.nbytes)
         check_flat(out, torch.float32, self.numel)
+        for chunk in self._chunks:
+            self._decode_chunk(chunk, buffer, out[chunk.start : chunk.stop], share, add)
+
+    def _decode_chunk(
+        self, chunk: Chunk, buffer: torch.Tensor, target: torch.Tensor, share: float | None, add: bool
+    ) -> None:
+        kernel, count = chunk.kernel, target.numel()
         if share is not None:
             self._share.fill_(share)
-        for chunk in self._chunks:
-            kernel, target = chunk.kernel, out[chunk.start : chunk.stop]
-            for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
-                section[: high - low].copy_(buffer[low:high])
-            direct = not add and target.numel() == kernel.size
-            decoded = target if direct else self._decoded[: kernel.size]
-            kernel.decode(decoded)
-            if share is not None:
-                decoded.mul_(self._share)
-            if add:
-                target.add_(decoded[: target.numel()])
-            elif not direct:
-                target.copy_(decoded[: target.numel()])
+            if self.codec.is_plain and buffer.data_ptr() % target.itemsize == 0:  # nothing to decode
+                product = self._decoded[:count] if add else target
+                torch.mul(buffer.view(target.dtype)[chunk.start : chunk.stop], self._share, out=product)
+                if add:
+                    target.add_(product)
+                return
+        for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
+            section[: high - low].copy_(buffer[low:high])
+        direct = not add and count == kernel.size
+        decoded = target if direct else self._decoded[: kernel.size]
+        kernel.decode(decoded)
+        if share is not None:
+            decoded.mul_(self._share)
+        if add:
+            target.add_(decoded[:count])
+        elif not direct:
+            target.copy_(decoded[:count])
 
     def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""

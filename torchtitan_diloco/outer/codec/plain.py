@@ -16,7 +16,7 @@ from torchtitan_diloco.outer.codec.noise import Noise
 class Float32(Codec):
     """The values themselves; nothing is lost."""
 
-    exact = True
+    is_plain = True
 
     @property
     def unit(self) -> int:

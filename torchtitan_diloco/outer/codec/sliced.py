@@ -73,6 +73,16 @@ class SlicedPlan:
         for plan, encoded, part in self._parts(buffer, accumulator):
             plan.decode_add(encoded, share, part)
 
+    def weighted_sum(
+        self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
+    ) -> None:
+        """As ``Plan.weighted_sum``."""
+        for buffer in buffers:
+            check_flat(buffer, torch.uint8, self.nbytes)
+        check_flat(out, torch.float32, self.numel)
+        for s in self.slices:
+            s.plan.weighted_sum([b[s.low : s.high] for b in buffers], shares, out[s.start : s.stop])
+
     def _parts(
         self, buffer: torch.Tensor, values: torch.Tensor
     ) -> Iterator[tuple[Plan, torch.Tensor, torch.Tensor]]:
