@@ -123,7 +123,7 @@ class Actor:
             committed = self.state.commit(
                 outcome.slot,
                 fragment,
-                outcome.merged,
+                outcome.merged.clone(),  # it is used up, and accounted for below
                 list(outcome.participants),
                 outcome.tokens,
                 outcome.advanced,
