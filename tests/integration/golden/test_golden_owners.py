@@ -6,11 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.golden.codec_runs import lose
 from tests.golden.compare import Mismatch, check_run, rounds
 from tests.golden.island import Case, Plan
 from tests.golden.memory_run import MemoryRun, run_memory
 from tests.golden.reference import Result
+from tests.golden.turns import Stuck
+from tests.helpers.faults import Fault, plant
+from torchtitan_diloco.exchange.memory import Boundary, Fate
+from torchtitan_diloco.outer import slices
+from torchtitan_diloco.semi_sync import merger
 
 PLANS = [Plan(4, 13), Plan(4, 13, rows=3), Plan(4, 13, rows=1), Plan(4, 13, rows=4), Plan(4, 13, rows=5)]
 UNEVEN = [
@@ -71,16 +75,22 @@ def test_stochastic_rounding_is_reproduced(wire, feedback, tmp_path):
     check(MemoryRun(Case(wire=wire, feedback=feedback, rounding="stochastic"), PLANS), tmp_path)
 
 
+def lose_merged(boundary: Boundary) -> Fate:
+    """Slot 3 comes as far as its owners' merges, in all tries."""
+    return Fate(delays=()) if boundary.stage == "merged" and boundary.slot == 3 else Fate()
+
+
+FAILING = MemoryRun(Case(wire="int8", feedback=True, fragments=2), PLANS, script=lose_merged, failed=(3,))
+
+
 def test_residuals_of_owners_stay_where_they_are_in_a_failed_slot(tmp_path):
-    case = Case(wire="int8", feedback=True, fragments=2)
-    results = check(MemoryRun(case, PLANS, **lose(3)), tmp_path)
+    results = check(FAILING, tmp_path)
     assert [result.slot for result in results] == [0, 1, 2, 4, 5, 6, 7]
 
 
 def test_the_residual_of_an_owner_that_heals_begins_anew(tmp_path):
     case = Case(wire="int8", feedback=True)
-    run = MemoryRun(case, PLANS, wrong_bits=(1, 1), healed=((1, 1),), skipped={1: [9]})
-    results = check(run, tmp_path)
+    results = check(MemoryRun(case, PLANS, wrong_bits=(1, 1), healed=((1, 1),), skipped={1: [9]}), tmp_path)
     assert {owner for owner, _ in results[1].owned.values()} == {0, 2, 3, 4}
     assert {owner for owner, _ in results[2].owned.values()} == {0, 1, 2, 3, 4}
 
@@ -105,9 +115,34 @@ def test_owners_send_and_receive_twice_what_an_equal_share_is(tmp_path):
     assert total[0] == total[1] == 2 * 4 * whole
 
 
-def test_a_reference_without_the_reset_sees_it(tmp_path):
-    """The comparison above would notice if an owner went on with an old residual."""
-    case = Case(wire="int8", feedback=True)
-    MemoryRun(case, PLANS, wrong_bits=(1, 1), healed=((1, 1),), skipped={1: [9]}).check(tmp_path)
-    with pytest.raises(Mismatch):
-        check_run(tmp_path, range(5), case.outer(islands=5))
+HEALING = MemoryRun(
+    Case(wire="int8", feedback=True), PLANS, wrong_bits=(1, 1), healed=((1, 1),), skipped={1: [9]}
+)
+NOISY = MemoryRun(Case(wire="int8", rounding="stochastic", fragments=2), PLANS)
+SEED = "len(self._plans) + fragment, self._island"
+FAULTS = [
+    Fault("merged slices encoded without the residual", merger, "                merged += kept[j]",
+          "                pass", FAILING),
+    Fault("an owner's residual never moves", merger, "self._residuals[fragment] = candidates", "pass", FAILING),
+    Fault("an owner's residual moves in a failed slot", merger, "if committed and merged_in == slot:",
+          "if merged_in == slot:", FAILING),
+    Fault("an owner's residual survives a heal", merger, "self._residuals[fragment] = {}", "pass", HEALING),
+    Fault("what an encoding has lost is not kept", merger, "error=merged, first", "error=None, first", FAILING),
+    Fault("slices merged with other weights", merger, "mean(\n                [replace(c,",
+          "mean(\n                [replace(c, tokens=4,", FAILING),
+    Fault("noise of the delta's encoding again", merger, SEED, "fragment, self._island", NOISY),
+    Fault("noise of another owner", merger, SEED, "len(self._plans) + fragment, 0", NOISY),
+    Fault("noise from the slice's beginning", merger, "encoded[here], seed, first=part.start", "encoded[here], seed",
+          NOISY),
+    Fault("slices cut elsewhere than between blocks", slices, "units * j // count * unit", "numel * j // count", FAILING),
+    Fault("slices put together in another order", slices, "[slices[j] for j in range(len(self.sizes))], out",
+          "[slices[j] for j in reversed(range(len(self.sizes)))], out", FAILING),
+    Fault("owners one further", slices, "(j if j in islands else", "((j + 1) % count if j in islands else", FAILING),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_seen(fault: Fault[MemoryRun], tmp_path, monkeypatch):
+    plant(fault, monkeypatch)
+    with pytest.raises((Mismatch, Stuck, ValueError)):
+        fault.case.check(tmp_path)
