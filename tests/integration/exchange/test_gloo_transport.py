@@ -87,7 +87,7 @@ class Gateway:
         if outcome.status == "committed":
             assert outcome.merged is not None
             self.state.commit(
-                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens,
+                outcome.slot, 0, outcome.merged.clone(), list(outcome.participants), outcome.tokens,
                 outcome.advanced, outcome.members,
             )  # fmt: skip
         elif outcome.status == "failed":
