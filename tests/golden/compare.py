@@ -6,7 +6,7 @@ island has recorded them, its parameters before and after the exchange of every 
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,15 @@ def last_checkpoint(island: Path) -> Path:
 
 @dataclass(frozen=True)
 class Paces:
-    """What the reference must be told of the islands to say when each sends what, by island."""
+    """What the reference must be told of the islands to say when each sends what, by island.
+
+    skipped: inner steps that an island did not make, since it went on from another's state, which was ahead.
+    """
 
     sync_every: Mapping[int, int]
     steps: Mapping[int, int]
     tokens_per_step: Mapping[int, int]
+    skipped: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
 def check_run(
@@ -86,12 +90,14 @@ def check_run(
     paces: Paces | None = None,
     coarse: Mapping[int, frozenset[str]] | None = None,
     failed: Collection[int] = (),
+    healed: Collection[tuple[int, int]] = (),
 ) -> list[Result]:
     """Raises Mismatch unless every island's run is the reference's. Returns the reference's states.
 
     paces: also hold the moments of sends and applies, and the islands' own parameters, against the reference's. coarse: by
     island, the names of tensors trained in bfloat16. failed: slots that must have failed; of the others, those in which
-    somebody had made a step must have committed.
+    somebody had made a step must have committed. healed: (island, slot) where the island must have taken the slot's result
+    from another; not the first island.
     """
     folders = {i: run / f"island-{i}" for i in islands}
     rounded = {i: (coarse or {}).get(i, frozenset()) for i in islands}
@@ -119,13 +125,15 @@ def check_run(
         [flatten({name: first[name] for name in part}) for part in parts],
         [(slot, sends[slot]) for slot in slots],
         outer,
+        healed,
     )
     if not results:
         raise Mismatch("no slot was committed")
     for i in islands:
         expect(f"island {i}, slots", [event["round"] for event in events[i]], numbers)
-        check_events(i, events[i], results)
-        check_checkpoint(i, last_checkpoint(folders[i]), results, outer.fragments)
+        taken = {slot for island, slot in healed if island == i}
+        check_events(i, events[i], results, taken)
+        check_checkpoint(i, last_checkpoint(folders[i]), results, outer)
         if paces is not None:
             counts = {slot: sent[i] for slot, sent in sends.items()}
             check_counts(i, counts, results, outer, paces)
@@ -137,7 +145,8 @@ def check_run(
                 parts,
                 results,
                 schedule(paces.sync_every[i], paces.steps[i], outer),
-                outer.alpha,
+                {result.slot: 0.0 if result.slot in taken else outer.alpha for result in results},
+                [s for s in range(1, paces.steps[i] + 1) if s not in paces.skipped.get(i, ())],
             )
     return results
 
@@ -155,25 +164,32 @@ def partition(founding: Tensors, sends: Mapping[int, Mapping[int, Send]], fragme
     return [parts[f] for f in range(fragments)]
 
 
-def check_events(island: int, events: list[dict[str, Any]], results: list[Result]) -> None:
-    committed = [event for event in events if event["committed"]]
+def check_events(
+    island: int, events: list[dict[str, Any]], results: list[Result], taken: Collection[int]
+) -> None:
+    """taken: slots whose result the island took from another."""
+    settled = [event for event in events if event["committed"] or event["round"] in taken]
     expect(
         f"island {island}, committed slots",
-        [event["round"] for event in committed],
+        [event["round"] for event in settled],
         [r.slot for r in results],
     )
-    for event, result in zip(committed, results, strict=True):
+    for event, result in zip(settled, results, strict=True):
         where = f"island {island}, slot {result.slot}"
+        expect(f"{where}, taken from another", not event["committed"], result.slot in taken)
         expect(f"{where}, fragment", event["fragment"], result.fragment)
+        expect(f"{where}, version", event["version"], result.version)
+        expect(f"{where}, digest", event["digest"], result.digest)
+        if result.slot in taken:
+            continue
         expect(f"{where}, participants", tuple(event["participants"]), result.participants)
         expect(f"{where}, weights", tuple(event["weights"]), result.weights)
         expect(f"{where}, tokens", event["tokens"], result.tokens)
-        expect(f"{where}, version", event["version"], result.version)
-        expect(f"{where}, digest", event["digest"], result.digest)
 
 
-def check_checkpoint(island: int, folder: Path, results: list[Result], fragments: int) -> None:
-    """The final anchors and momenta, and what is said of them."""
+def check_checkpoint(island: int, folder: Path, results: list[Result], outer: Outer) -> None:
+    """The final anchors, momenta and residuals, and what is said of them."""
+    fragments = outer.fragments
     tensors = load_file(folder / "outer.safetensors")
     description = json.loads((folder / "outer.json").read_text())["outer"]
     where = f"island {island}, {folder.name}"
@@ -181,6 +197,15 @@ def check_checkpoint(island: int, folder: Path, results: list[Result], fragments
     expect(f"{where}, committed fragments", sorted(last), list(range(fragments)))
     wanted = {f"anchor.{f}": last[f].anchor for f in last}
     wanted |= {f"momentum.{f}": m for f in last if (m := last[f].momentum) is not None}
+    if outer.feedback:
+        nothing = {f: np.zeros_like(last[f].anchor) for f in last}
+        wanted |= {f"residual.{f}": last[f].residuals.get(island, nothing[f]) for f in last}
+        wanted |= {
+            f"residual.{f}[{start}:{stop}]": values
+            for f in last
+            for (start, stop), (owner, values) in last[f].owned.items()
+            if owner == island
+        }
     expect(f"{where}, tensors", sorted(tensors), sorted(wanted))
     for name, values in wanted.items():
         same_bits(f"{where}, {name}", tensors[name], values)
@@ -201,10 +226,12 @@ def check_counts(
 ) -> None:
     """Steps and tokens of every send: those since the fragment was last applied, which restarts the count."""
     committed = {result.slot for result in results}
+    skipped = paces.skipped.get(island, ())
     since = [0] * outer.fragments
     for turn in schedule(paces.sync_every[island], paces.steps[island], outer):
         expect(f"island {island}, slot {turn.slot} was sent", turn.slot in sends, True)
-        send, steps = sends[turn.slot], turn.sent - since[turn.fragment]
+        made = range(since[turn.fragment] + 1, turn.sent + 1)
+        send, steps = sends[turn.slot], sum(step not in skipped for step in made)
         where = f"island {island}, slot {turn.slot}"
         expect(f"{where}, steps", send.steps, steps)
         expect(f"{where}, tokens", send.tokens, steps * paces.tokens_per_step[island])
@@ -220,13 +247,17 @@ def check_parameters(
     parts: list[list[str]],
     results: list[Result],
     turns: Sequence[Turn],
-    alpha: float,
+    alphas: Mapping[int, float],
+    made: list[int],
 ) -> None:
-    """What the island trained: changed by nothing but the inner optimizer and the applies, each exactly when it is due."""
+    """What the island trained: changed by nothing but the inner optimizer and the applies, each exactly when it is due.
+
+    alphas: by committed slot. made: the island's inner steps.
+    """
     outcome = {result.slot: result for result in results}
     coarse = next(iter(sends.values())).coarse
     names = sorted({name.split(" ", 2)[2] for name in recorded})
-    last = max(int(name.split(" ", 2)[1]) for name in recorded)
+    steps = sorted({int(name.split(" ", 2)[1]) for name in recorded})
 
     def apply(turn: Turn) -> None:
         if turn.slot not in outcome:
@@ -236,9 +267,10 @@ def check_parameters(
             values = rows(local, piece)
             new = anchor[offset : offset + values.size].reshape(values.shape)
             offset += values.size
-            values[...] = mix(values, new, alpha, place(piece)[0] in coarse)
+            values[...] = mix(values, new, alphas[turn.slot], place(piece)[0] in coarse)
 
-    for step in range(1, last + 1):
+    expect(f"island {island}, steps", steps, made)
+    for step in steps:
         local = {name: recorded[f"before {step} {name}"].copy() for name in names}
         for turn in (t for t in turns if t.applied == step and t.sent < step):
             apply(turn)

@@ -3,7 +3,7 @@
 What it leaves behind has the layout of a real run folder, so one comparison reads both.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.golden.codec_reference import Wire
 from tests.golden.compare import Paces
 from tests.golden.reference import Outer
 from torchtitan_diloco.checkpoint.manager import write_outer
-from torchtitan_diloco.config.own import MergeConfig, OuterConfig, SemiSyncConfig
+from torchtitan_diloco.config.own import CodecConfig, MergeConfig, OuterConfig, SemiSyncConfig
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters, canonical_tensors
@@ -54,6 +55,11 @@ class Case:
     fragments: int = 1
     overlap: int = 0
     alpha: float = 0.0
+    wire: str = "fp32"
+    feedback: bool = False
+    rounding: str = "nearest"
+    block: int | None = None
+    density: float | None = None
 
     def config(self, plan: Plan, islands: int) -> SemiSyncConfig:
         return SemiSyncConfig(
@@ -65,22 +71,47 @@ class Case:
             num_islands=islands,
             outer=OuterConfig(lr=self.lr, momentum=self.momentum, nesterov=self.nesterov),
             merge=MergeConfig(weight=self.weight),  # type: ignore[arg-type]
+            codec=CodecConfig(
+                wire=self.wire,
+                error_feedback=self.feedback,
+                rounding=self.rounding,  # type: ignore[arg-type]
+                block=self.block,
+                density=self.density,
+            ),
         )
 
-    def outer(self) -> Outer:
-        """The same, as the reference takes it."""
+    def outer(self, run: str = "golden", islands: int = 1) -> Outer:
+        """The same, as the reference takes it. run: its id. islands: how many found it; up to four it makes no difference."""
         lr, momentum, nesterov = (
             (1.0, 0.0, False) if self.method == "local_sgd" else (self.lr, self.momentum, self.nesterov)
         )
-        return Outer(lr, momentum, nesterov, self.weight, self.fragments, self.overlap, self.alpha)
+        wire = Wire(self.wire, self.block, self.density, self.rounding == "stochastic")
+        return Outer(
+            lr,
+            momentum,
+            nesterov,
+            self.weight,
+            self.fragments,
+            self.overlap,
+            self.alpha,
+            wire,
+            self.feedback,
+            run,
+            islands,
+        )
 
 
-def paces(plans: Sequence[Plan], ranks: Sequence[int] | None = None) -> Paces:
+def paces(
+    plans: Sequence[Plan],
+    ranks: Sequence[int] | None = None,
+    skipped: Mapping[int, Collection[int]] | None = None,
+) -> Paces:
     """What the reference is told of the islands."""
     return Paces(
         {i: plan.sync_every for i, plan in enumerate(plans)},
         {i: plan.steps for i, plan in enumerate(plans)},
         {i: plan.rows * ROW * (ranks[i] if ranks else 1) for i, plan in enumerate(plans)},
+        skipped or {},
     )
 
 
@@ -176,14 +207,15 @@ class Island:
         """The whole run after ``join``; the parameters before and after each exchange are kept for ``finish``."""
         while self.step < self.plan.steps:
             self.inner_step()
-            self.record("before")
-            self.step = self.method.after_inner_step(self.step, self.tokens_per_step)
-            self.record("after")
+            made = self.step
+            self.record("before", made)
+            self.step = self.method.after_inner_step(made, self.tokens_per_step)
+            self.record("after", made)
 
-    def record(self, moment: str) -> None:
+    def record(self, moment: str, step: int) -> None:
         """This island's parameters now, by name, as float32. All ranks."""
         held = {name: whole(tensor) for name, tensor in canonical_tensors([self.model])}
-        self.recorded |= {f"{moment} {self.step} {name}": t.float().clone() for name, t in held.items()}
+        self.recorded |= {f"{moment} {step} {name}": t.float().clone() for name, t in held.items()}
 
     def finish(self) -> None:
         if self.group.is_gateway:

@@ -4,8 +4,11 @@ Teacher-forced: the inner training is taken as it happened (each island's parame
 computed anew, fragment by fragment. Every product and every sum is rounded to the dtype of the founding parameters, in
 this order:
 
-    delta_i = anchor - local_i
-    delta   = ((w_0 delta_0 + w_1 delta_1) + w_2 delta_2) + ...         in the order of island ids
+    delta_i = anchor - local_i                                          (+ e_i with error feedback; e_i = 0 at first)
+    sent_i  = decode(encode(delta_i))                                   delta_i itself where the wire is fp32
+    e_i'    = delta_i - sent_i                                          once the slot has committed with island i's part in it
+    delta   = ((w_0 sent_0 + w_1 sent_1) + w_2 sent_2) + ...            in the order of island ids; beyond four islands
+                                                                        encoded once more, see ``slices_reference``
     v'      = mu v + delta                                              v = 0 before the fragment's first slot
     u       = mu v' + delta (Nesterov), or v'
     anchor' = anchor - lr u
@@ -17,11 +20,14 @@ Weights are normalised in float64 (their sum rounded once) and then rounded to t
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
+
+from tests.golden.codec_reference import Wire, decode, encode, noise_seed
+from tests.golden.slices_reference import Owned, Slot, encoded_again
 
 Tensors = Mapping[str, np.ndarray]
 """By name; rows of a tensor are named ``name[start:stop]``."""
@@ -43,7 +49,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer optimizer and the merge weights of a run. Local SGD is lr 1 without momentum."""
+    """Outer optimizer, merge weights and wire of a run. Local SGD is lr 1 without momentum.
+
+    run: its id, for the noise. islands: how many have founded it.
+    """
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -52,11 +61,19 @@ class Outer:
     fragments: int = 1
     overlap: int = 0
     alpha: float = 0.0
+    wire: Wire = field(default_factory=lambda: Wire("fp32"))
+    feedback: bool = False
+    run: str = ""
+    islands: int = 1
 
 
 @dataclass(frozen=True)
 class Result:
-    """The state of a fragment after a slot. momentum is None where none is kept; weights are those of the slot."""
+    """The state of a fragment after a slot. momentum is None where none is kept; weights are those of the slot.
+
+    residuals: of every island that has sent something of the fragment, with error feedback. owned: of every slice, if its
+    owner has merged it.
+    """
 
     slot: int
     fragment: int
@@ -68,6 +85,8 @@ class Result:
     weights: tuple[float, ...]
     participants: tuple[int, ...]
     tokens: int
+    residuals: Mapping[int, np.ndarray]
+    owned: Owned = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,14 +166,20 @@ def mix(local: np.ndarray, anchor: np.ndarray, alpha: float, coarse: bool = Fals
 
 
 def replay(
-    foundings: Sequence[np.ndarray], slots: Iterable[tuple[int, Mapping[int, Send]]], outer: Outer
+    foundings: Sequence[np.ndarray],
+    slots: Iterable[tuple[int, Mapping[int, Send]]],
+    outer: Outer,
+    healed: Collection[tuple[int, int]] = (),
 ) -> list[Result]:
     """The outer loop over the committed slots: (slot number, island -> what it sent). foundings: by fragment, flat.
 
-    An island that made no step since it last applied the fragment has no say in the slot.
+    An island that made no step since it last applied the fragment has no say in the slot. healed: (island, slot) where
+    the island took the slot's result from another, and began anew without a residual.
     """
     anchors = list(foundings)
     momenta: list[np.ndarray | None] = [None] * len(anchors)
+    residuals: list[dict[int, np.ndarray]] = [{} for _ in anchors]
+    owned: list[Owned] = [{} for _ in anchors]
     lineages = [""] * len(anchors)
     versions = [0] * len(anchors)
     results = []
@@ -165,9 +190,21 @@ def replay(
         weights = shares([(sends[i].steps, sends[i].tokens) for i in islands], outer.weight)
         delta: np.ndarray | None = None
         for island, weight in zip(islands, weights, strict=True):
-            part = delta_of(anchors[f], sends[island]) * number(weight)
+            own = delta_of(anchors[f], sends[island])
+            if outer.feedback:
+                own = own + residuals[f].get(island, np.zeros_like(own))
+            sent = own
+            if outer.wire.name != "fp32":
+                seed = noise_seed(outer.run, slot, f, island)
+                sent = decode(outer.wire, encode(outer.wire, own, seed), own.size)
+            residuals[f][island] = np.zeros_like(own) if (island, slot) in healed else own - sent
+            part = sent * number(weight)
             delta = part if delta is None else delta + part
         assert delta is not None
+        where = Slot(outer.run, slot, f, outer.fragments, outer.islands, sorted(sends))
+        if where.has_owners:
+            delta, after = encoded_again(outer.wire, delta, where, owned[f], outer.feedback)
+            owned[f] = {part: held for part, held in after.items() if (held[0], slot) not in healed}
         momentum = None
         if outer.momentum == 0.0:
             update = delta
@@ -180,7 +217,6 @@ def replay(
         versions[f] += 1
         digest = sha256(anchors[f])
         lineages[f] = hashlib.sha256(json.dumps([lineages[f], slot, f, digest, islands]).encode()).hexdigest()
-        tokens = sum(sends[i].tokens for i in islands)
         results.append(
             Result(
                 slot,
@@ -192,7 +228,9 @@ def replay(
                 lineages[f],
                 weights,
                 tuple(islands),
-                tokens,
+                tokens=sum(sends[i].tokens for i in islands),
+                residuals=dict(residuals[f]) if outer.feedback else {},
+                owned=owned[f],
             )
         )
     return results

@@ -1,12 +1,14 @@
 """Inputs that codecs must survive, and the comparison of a codec with its NumPy reference."""
 
-from types import ModuleType
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from tests.golden import codec_reference as reference
 from tests.golden.codec_reference import Wire
+from torchtitan_diloco.outer.codec import make_codec
+from torchtitan_diloco.outer.codec.registry import Rounding
 
 WIRES = (
     Wire("fp32"),
@@ -24,12 +26,15 @@ WIRES = (
     Wire("topk", density=0.0005),
 )
 
+STOCHASTIC = tuple(replace(wire, stochastic=True) for wire in WIRES if wire.name != "fp32")
+
 SMALL = 8192
 """Values a plan works on at a time in tests, so that short tensors have full and partial pieces."""
 
 
 def name_of(wire: Wire) -> str:
-    return "-".join(str(part) for part in (wire.name, wire.block, wire.density) if part is not None)
+    parts = (wire.name, wire.block, wire.density, "stochastic" if wire.stochastic else None)
+    return "-".join(str(part) for part in parts if part is not None)
 
 
 def gaussian(numel: int, seed: int = 0) -> torch.Tensor:
@@ -69,21 +74,21 @@ def awkward(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.clip(np.choose(kind, kinds), -largest, largest).astype(np.float32))
 
 
-def check_wire(package: ModuleType, wire: Wire, values: torch.Tensor) -> None:
-    """Raises AssertionError unless the codec's bytes and decoded bits are the reference's."""
-    plan = package.make_codec(wire.name, block=wire.block, density=wire.density).prepare(
-        len(values), cached_values=SMALL
-    )
+def check_wire(wire: Wire, values: torch.Tensor, seed: int = 0) -> None:
+    """Raises AssertionError unless the codec's bytes and decoded bits are the reference's. seed: of the noise."""
+    rounding: Rounding = "stochastic" if wire.stochastic else "nearest"
+    coder = make_codec(wire.name, block=wire.block, density=wire.density, rounding=rounding)
+    plan = coder.prepare(len(values), cached_values=SMALL)
     given = values.clone()
     buffer = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
-    plan.encode(values, buffer)
+    plan.encode(values, buffer, seed)
     assert torch.equal(values.view(torch.int32), given.view(torch.int32)), "the values were changed"
-    expected = reference.encode(wire, values.numpy())
+    expected = reference.encode(wire, values.numpy(), seed)
     assert len(expected) == plan.nbytes, f"{plan.nbytes} bytes instead of {len(expected)}"
     wrong = np.flatnonzero(buffer.numpy() != expected)
     assert len(wrong) == 0, f"{len(wrong)} of {len(expected)} bytes differ, first at {wrong[:3]}"
     # A second plan, so that nothing is left over from encoding.
-    other = package.make_codec(wire.name, block=wire.block, density=wire.density).prepare(len(values))
+    other = coder.prepare(len(values))
     out = torch.full_like(values, torch.nan)
     other.decode(buffer, out)
     bits = reference.decode(wire, expected, len(values)).view(np.uint32)

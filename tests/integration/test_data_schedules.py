@@ -3,13 +3,14 @@
 import os
 import random
 import shutil
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.schedules import Schedule, source
+from tests.helpers.seeds import run_seeds
 from tests.unit.exchange.simulation import random_script
 from torchtitan_diloco.data.streams import Source
 
@@ -43,20 +44,16 @@ def one(folder: Path, seed: int):
     return schedule, schedule.check()
 
 
-def several(folder: Path, seeds: range) -> tuple[int, int, int, int]:
-    """(reached the second epoch, lost samples, committed slots, had a guest at the end), counted over schedules."""
-    second = lost = slots = idle = 0
-    for seed in seeds:
-        try:
-            schedule, report = one(folder / str(seed), seed)
-        except Exception as error:
-            raise AssertionError(f"DILOCO_SEED={seed} DILOCO_DATA_SCHEDULES=1: {error}") from error
-        second += any(row.epoch >= 1 and row.consumed for row in report.epochs)
-        lost += sum(row.lost for row in report.epochs) > 0
-        slots += len(schedule.truth.slots)
-        idle += any(actor.method.data.guest for actor in schedule.every)
-        shutil.rmtree(folder / str(seed))
-    return second, lost, slots, idle
+def counted(folder: Path, seed: int) -> Counter[str]:
+    own = folder / str(seed)
+    schedule, report = one(own, seed)
+    shutil.rmtree(own)
+    return Counter(
+        second=any(row.epoch >= 1 and row.consumed for row in report.epochs),
+        lost=sum(row.lost for row in report.epochs) > 0,
+        slots=len(schedule.truth.slots),
+        guests=any(actor.method.data.guest for actor in schedule.every),
+    )
 
 
 @pytest.mark.timeout(900)
@@ -66,13 +63,11 @@ def test_the_audit_equals_an_independent_account_of_ids(
     """10,000: DILOCO_DATA_SCHEDULES=10000. Replay one with DILOCO_SEED=<seed> DILOCO_DATA_SCHEDULES=1."""
     with capsys.disabled():
         print(f"\n{SCHEDULES} random schedules from DILOCO_SEED={SEED}")
-    seeds = range(SEED, SEED + SCHEDULES)
-    workers = min(2, SCHEDULES)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        counts = list(pool.map(several, [tmp_path] * workers, [seeds[w::workers] for w in range(workers)]))
-    second, lost, slots, idle = (sum(column) for column in zip(*counts, strict=True))
+    replay = "DILOCO_SEED={seed} DILOCO_DATA_SCHEDULES=1"
+    counts = run_seeds(partial(counted, tmp_path), range(SEED, SEED + SCHEDULES), replay)
+    second, lost = counts["second"], counts["lost"]
     with capsys.disabled():
-        print(f"{slots} committed slots; {second} schedules reached the second epoch, {lost} lost samples, "
-              f"{idle} had a guest at the end")  # fmt: skip
+        print(f"{counts['slots']} committed slots; {second} schedules reached the second epoch, {lost} lost samples, "
+              f"{counts['guests']} had a guest at the end")  # fmt: skip
     if SCHEDULES >= 500:  # the schedules hit what they are meant to hit
         assert second > SCHEDULES // 5 and lost > SCHEDULES // 20

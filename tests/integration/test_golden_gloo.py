@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.compare import check_run, rounds
+from tests.golden.compare import check_run, read_send, rounds
 from tests.golden.gloo_run import GlooRun, run_gloo
 from tests.golden.island import Case, Plan, paces
 
@@ -38,7 +38,7 @@ EVEN_PLANS = [Plan(8, 17), Plan(8, 17, rows=3), Plan(8, 17, rows=1)]
 
 
 def streaming(ranks: str, plans: list[Plan], **settings) -> GlooRun:
-    name = "-".join([ranks, *(f"{key}{value:g}" for key, value in settings.items())])
+    name = "-".join([ranks, *(f"{key}{value}" for key, value in settings.items())])
     return GlooRun(name, Case(**settings), plans[: len(LAYOUTS[ranks])], LAYOUTS[ranks])
 
 
@@ -57,11 +57,26 @@ STREAMING = {
 }
 
 
+CODECS = {
+    run.name: run
+    for run in [
+        streaming("1+1+1", STREAMING_PLANS, wire="int8", feedback=True, fragments=4, overlap=3, alpha=0.5),
+        streaming("1+1", STREAMING_PLANS, wire="int8", rounding="stochastic", fragments=4, overlap=1),
+        streaming("2+1", STREAMING_PLANS, wire="fp4_e3m0", feedback=True, fragments=4, overlap=1, alpha=0.5),
+        streaming("1+1+1", EVEN_PLANS, wire="fp4_e3m0", fragments=8, overlap=2),
+        streaming("1+1+1", EVEN_PLANS, wire="topk", feedback=True, fragments=8, overlap=2),
+        streaming("1+1", STREAMING_PLANS, wire="topk", fragments=4, overlap=7, alpha=0.5),
+        streaming("1+1", STREAMING_PLANS, wire="int4", feedback=True, rounding="stochastic", fragments=4),
+        streaming("1+1", STREAMING_PLANS, wire="bf16", feedback=True, fragments=4, overlap=3),
+    ]
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of all runs, done by one set of four processes."""
     folder = tmp_path_factory.mktemp("gloo")
-    run_gloo(folder, [*RUNS.values(), *STREAMING.values()], timeout_s=280)
+    run_gloo(folder, [*RUNS.values(), *STREAMING.values(), *CODECS.values()], timeout_s=280)
     return folder
 
 
@@ -72,11 +87,11 @@ def test_reference_reproduces_every_anchor_and_the_final_momentum(name, runs):
     assert len({result.digest for result in results}) == 3, "the anchor did not move"
 
 
-@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize("name", [*STREAMING, *CODECS])
 def test_reference_reproduces_streaming_and_every_islands_own_parameters(name, runs):
-    run = STREAMING[name]
+    run = (STREAMING | CODECS)[name]
     ranks = [len(processes) for processes in run.islands]
-    results = check_run(runs / name, range(len(ranks)), run.case.outer(), paces=paces(run.plans, ranks))
+    results = check_run(runs / name, range(len(ranks)), run.case.outer(name), paces=paces(run.plans, ranks))
     assert len({result.digest for result in results}) == len(results) >= 8
 
 
@@ -102,3 +117,37 @@ def test_digests_are_equal_whatever_the_vector_width_and_the_number_of_threads(t
         assert first == second
         assert len(set(first)) == 5
         check_run(run, [0, 1], Case(method).outer())
+
+
+OWNERS = {
+    run.name: run
+    for run in [
+        GlooRun("owners-fp32", Case(), [Plan(4, 9, rows=1 + i) for i in range(5)], [[i] for i in range(5)]),
+        GlooRun(
+            "owners-int8",
+            Case(fragments=3, overlap=1, wire="int8", feedback=True, rounding="stochastic"),
+            [Plan(4, 9, rows=1 + i) for i in range(5)],
+            [[i] for i in range(5)],
+        ),
+    ]
+}
+"""Five islands, whose slices have owners."""
+
+
+def test_slices_of_five_islands_are_merged_by_their_owners(tmp_path):
+    run_gloo(tmp_path, list(OWNERS.values()), timeout_s=150)
+    for name, run in OWNERS.items():
+        outer = run.case.outer(name, islands=5)
+        results = check_run(tmp_path / name, range(5), outer, paces=paces(run.plans))
+        assert len({result.digest for result in results}) == len(results) >= 3
+        if run.case.feedback:
+            assert all(len(result.owned) == 5 for result in results)
+            continue
+        # Of a payload of b bytes, M islands send 2 (M - 1) b together.
+        sent = read_send(tmp_path / name / "island-0" / "sends" / "slot-000000.safetensors").parameters
+        payload = sum(values.nbytes for values in sent.values())
+        events = [rounds(tmp_path / name / f"island-{i}")[0] for i in range(5)]
+        assert sum(event["bytes_sent"] for event in events) == 8 * payload
+        assert sum(event["bytes_received"] for event in events) == 8 * payload
+        for event in events:
+            assert abs(event["bytes_sent"] / (8 * payload / 5) - 1) < 0.01

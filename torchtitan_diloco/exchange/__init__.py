@@ -1,7 +1,7 @@
 """How islands talk: the slot protocol, the transports that carry it, and healing."""
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
-from torchtitan_diloco.exchange.protocol import Merge
+from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.transport import MakeTransport, Transport, register_transport, transport_class
 
 __all__ = ["Transport", "find_transport", "make_transport", "register_transport"]

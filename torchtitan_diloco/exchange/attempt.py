@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 import torch
 
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
 from torchtitan_diloco.outer.policy import Header, Roll
+from torchtitan_diloco.outer.slices import Division
+
+Stage = Literal["whole", "slices", "merged"]
+"""Of the bulk: whole payloads to everybody. Or slices to their owners, then the merged slices to everybody."""
 
 
 class Phase(Enum):
@@ -24,16 +29,24 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """Exchange the payload with ``members`` (all of whom do the same), then call ``bulk_done`` or ``bulk_failed``.
+    """Send each of ``members`` (all of whom do the same) its part, then call ``bulk_done`` or ``bulk_failed``, once.
 
-    fragment: never twice under way at once. whole: the members are all of the epoch's.
+    fragment: never twice under way at once. whole: the members are all of the epoch's. sends: what each member gets, in
+    their order (what is meant for this island itself stays here); 1-D uint8. sizes: the bytes that come from each.
     """
 
     attempt: tuple[int, str]
+    stage: Stage
     fragment: int
     members: tuple[Member, ...]
     whole: bool
-    payload: torch.Tensor
+    sends: tuple[torch.Tensor, ...]
+    sizes: tuple[int, ...]
+
+    def traffic(self, me: Member) -> tuple[int, int]:
+        """Bytes that this island sends to others, and receives from them."""
+        others = [i for i, member in enumerate(self.members) if member != me]
+        return sum(self.sends[i].nbytes for i in others), sum(self.sizes[i] for i in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,8 @@ class Offer:
     phase: Phase = Phase.HEADERS
     epoch: Epoch | None = None
     roll: Roll | None = None
+    stage: Stage = "whole"
+    division: Division | None = None  # among the owners of slices, if they merge
     merged: torch.Tensor | None = None
     digest: str = ""
     weights: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""Bulk over gloo: the payloads of one attempt, gathered through TorchFT's reconfigurable process group."""
+"""Bulk over gloo: what the members of one attempt send one another, through TorchFT's reconfigurable process group."""
 
 from collections import deque
 from datetime import timedelta
@@ -7,31 +7,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.control import bind
 from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.outer import buffers
 
-CHUNK = 1 << 20  # elements in one collective: small enough to be paced, large enough to hide its latency
-AHEAD = 4  # collectives under way at once, so that the link does not idle for a round trip after each
+CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
+AHEAD = (
+    4  # messages under way to each member at once, so that the link does not idle for a round trip after each
+)
 
 
 class GlooBulk:
-    """All-gathers one flat buffer among the members of an attempt.
+    """Lets the members of an attempt send each of the others a part: of an all-gather, or slices and what becomes of them.
+
+    By messages from each to each: gloo's own all-gather sends as much, but copies everything twice more.
 
     Each fragment has a lane of its own, so that several slots move at once. A lane keeps its group for as long as the epoch
     lasts, all its members take part and no slot on it has ``failed``; a slot from which some are left out gets a group for
-    itself. All members apply this rule alike. The store is served by the lowest member; no prefix is ever used twice (a
-    race in gloo's rendezvous, and what a broken group has left there).
+    itself. The stages of an attempt share one. All members apply these rules alike. The store is served by the lowest
+    member; no prefix is ever used twice (a race in gloo's rendezvous, and what a broken group has left there).
     """
 
     def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
-        from torchft.process_group import AllgatherOptions, ProcessGroupGloo
+        from torchft.process_group import ProcessGroupGloo
 
         self._group_class = ProcessGroupGloo
-        self._options = AllgatherOptions
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
+        self._between: dict[
+            int, tuple[tuple[int, str], Any]
+        ] = {}  # lane -> attempt that has a stage to come, group
         self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
         # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
         listener = bind(host, 0)
@@ -47,48 +55,66 @@ class GlooBulk:
         )
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def gather(
-        self, me: Member, attempt: tuple[int, str], lane: int, members: tuple[Member, ...], whole: bool,
-        store: str, payload: torch.Tensor,
-    ) -> dict[int, torch.Tensor]:  # fmt: skip
-        """Every member's payload (same length and dtype), by island.
+    def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:
+        """What every member sends this island, by island.
 
-        attempt: slot and epoch. whole: all members of the epoch take part. store: where the lowest member serves it. Blocks;
-        raises RuntimeError when it fails.
+        store: where the lowest member serves it. Blocks; raises RuntimeError when it fails.
         """
-        if members == (me,):
-            return {me.island: payload}
-        slot, epoch = attempt
-        kept = self._kept.pop(lane, None) if whole else None
-        self._latest[lane] = attempt
+        if bulk.members == (me,):
+            return {me.island: bulk.sends[0]}
+        group = self._begin(me, bulk, store)
+        parts = self._send(group, me, bulk)
+        if self._latest[bulk.fragment] == bulk.attempt:  # else given up long ago, and another has the lane
+            if bulk.stage == "slices":
+                self._between[bulk.fragment] = (bulk.attempt, group)
+            elif bulk.whole:
+                self._kept[bulk.fragment] = (*bulk.attempt, group)
+        return {m.island: part for m, part in zip(bulk.members, parts, strict=True)}
+
+    def _begin(self, me: Member, bulk: Bulk, store: str) -> Any:
+        """The group for a stage of an attempt."""
+        lane, (slot, epoch) = bulk.fragment, bulk.attempt
+        if bulk.stage == "merged":
+            attempt, group = self._between.pop(lane, (None, None))
+            if attempt != bulk.attempt:
+                raise RuntimeError("given up between two stages")
+            return group
+        kept = self._kept.pop(lane, None) if bulk.whole else None
+        self._latest[lane] = bulk.attempt
         if kept is not None and kept[1] == epoch:
-            group = kept[2]
-        else:
-            group = self._group_class(timeout=self._timeout)
-            prefix = f"{store}/{epoch}/slot-{slot}"
-            group.configure(prefix, f"island_{me.island}", members.index(me), len(members))
-        gathered = [payload if m == me else torch.empty_like(payload) for m in members]
-        scratch = torch.empty_like(payload[:CHUNK])
+            return kept[2]
+        group = self._group_class(timeout=self._timeout)
+        prefix = f"{store}/{epoch}/slot-{slot}"
+        group.configure(prefix, f"island_{me.island}", bulk.members.index(me), len(bulk.members))
+        return group
+
+    def _send(self, group: Any, me: Member, bulk: Bulk) -> list[torch.Tensor]:
+        """To each member its part, for the part that it sends this island; in their order, of any lengths."""
+        mine = bulk.members.index(me)
+        others = [rank for rank in range(len(bulk.members)) if rank != mine]
+        sends = list(bulk.sends)
+        parts = [
+            sends[mine] if rank == mine else buffers.empty(size, torch.uint8)
+            for rank, size in enumerate(bulk.sizes)
+        ]
         under_way: deque[Any] = deque()
-        for start in range(0, payload.numel(), CHUNK):
-            mine = payload[start : start + CHUNK]
-            self._bucket.take(mine.nbytes * (len(members) - 1))
-            parts = [
-                scratch[: mine.numel()] if m == me else g[start : start + CHUNK]
-                for m, g in zip(members, gathered, strict=True)
-            ]
-            under_way.append(group.allgather([parts], [mine], self._options()))
-            if len(under_way) > AHEAD:
+        for start in range(0, max(t.numel() for rank in others for t in (sends[rank], parts[rank])), CHUNK):
+            here = slice(start, start + CHUNK)
+            coming = {rank: part for rank in others if (part := parts[rank][here]).numel()}
+            going = {rank: part for rank in others if (part := sends[rank][here]).numel()}
+            self._bucket.take(sum(part.nbytes for part in going.values()))
+            under_way += [group.recv([part], rank, 0) for rank, part in coming.items()]
+            under_way += [group.send([part], rank, 0) for rank, part in going.items()]
+            while len(under_way) > 2 * AHEAD * len(others):
                 under_way.popleft().wait()
         for work in under_way:
             work.wait()
-        if whole and self._latest[lane] == attempt:  # else given up long ago, and another has the lane
-            self._kept[lane] = (slot, epoch, group)
-        return {m.island: g for m, g in zip(members, gathered, strict=True)}
+        return parts
 
     def failed(self, slot: int) -> None:
         """The slot will not commit: to some members its group may be broken, so nobody uses it again."""
         self._kept = {lane: kept for lane, kept in self._kept.items() if kept[0] != slot}
+        self._between = {lane: held for lane, held in self._between.items() if held[0][0] != slot}
 
     def close(self) -> None:
-        self._kept = {}
+        self._kept, self._between = {}, {}

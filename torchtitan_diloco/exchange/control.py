@@ -10,25 +10,25 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
-import safetensors.torch
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange import stream
 from torchtitan_diloco.exchange.messages import Member, Message, from_json, to_json
 from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
 
-SHELVED = 2  # published states kept for readers in the middle of a heal
+SHELVED = 2  # published states kept at most: the last, and the one before while somebody reads it
 MESSAGE_LIMIT = 1 << 20  # bytes; a header names every stream the island has read, some 20 bytes each
 PEER_TIMEOUT_S = 10.0  # one request to a peer
 RUN_HEADER = "x-diloco-run"
@@ -71,6 +71,9 @@ class ControlServer:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._shelf: dict[str, OuterState] = {}
+        self._read: dict[
+            str, float
+        ] = {}  # when a state on the shelf was last asked for, or a piece of it sent
         self.step = 0  # of run progress
         sock = bind(host, port)
         self.port: int = sock.getsockname()[1]
@@ -95,8 +98,12 @@ class ControlServer:
         with self._lock:
             self._shelf.pop(str(state.slot), None)
             self._shelf[str(state.slot)] = state.copy()
-            while len(self._shelf) > SHELVED:
-                del self._shelf[next(iter(self._shelf))]
+            for key in list(self._shelf)[:-1]:
+                # Without it, whoever reads it has to begin its heal again.
+                unread = time.monotonic() - self._read.get(key, float("-inf")) > PEER_TIMEOUT_S
+                if unread or len(self._shelf) > SHELVED:
+                    del self._shelf[key]
+            self._read = {key: at for key, at in self._read.items() if key in self._shelf}
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -132,6 +139,7 @@ class ControlServer:
             if not self._shelf:
                 return JSONResponse({"error": "no state yet"}, status_code=404)
             key, state = list(self._shelf.items())[-1]
+            self._read[key] = time.monotonic()
             step = self.step
         return JSONResponse(
             {"key": key, "step": step, "state": state.describe(), "tensors": sorted(state.tensors())}
@@ -146,7 +154,14 @@ class ControlServer:
         tensor = state.tensors().get(name) if state else None
         if tensor is None:
             return JSONResponse({"error": f"{name} of slot {key} is no longer held"}, status_code=410)
-        return Response(safetensors.torch.save({name: tensor}), media_type="application/octet-stream")
+        length = str(stream.length(name, tensor))
+        return StreamingResponse(self._lend(key, name, tensor), headers={"content-length": length})
+
+    async def _lend(self, key: str, name: str, tensor: torch.Tensor) -> AsyncIterator[bytes | memoryview]:
+        for piece in stream.write(name, tensor):
+            with self._lock:
+                self._read[key] = time.monotonic()
+            yield piece
 
 
 class Outbox:
@@ -229,5 +244,6 @@ class PeerClient:
 
     def tensor(self, key: str, name: str) -> tuple[torch.Tensor, int]:
         """A tensor of a published state, and the bytes it took."""
-        body = self._get(f"/state/{key}/{name}").content
-        return safetensors.torch.load(body)[name], len(body)
+        with self._client.stream("GET", f"/state/{key}/{name}") as response:
+            response.raise_for_status()
+            return stream.read(name, response.iter_raw())

@@ -17,10 +17,11 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
 from torchtitan_diloco.exchange.bulk import GlooBulk
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, ControlServer, Outbox
+from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.entry import Entry
 from torchtitan_diloco.exchange.membership import Membership, Peer, epoch_of
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
-from torchtitan_diloco.exchange.protocol import Merge, SlotProtocol
+from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
@@ -74,7 +75,7 @@ class GlooTransport(Transport):
         self._epoch: Epoch | None = None
         self._waiting: Waiting | None = None
         self._offered: dict[int, float] = {}
-        self._traffic: dict[int, int] = {}
+        self._traffic: dict[int, tuple[int, int]] = {}  # slot -> bytes sent and received
         self._left = False
         self._slot = 0
         self._known: set[int] = set()  # islands that have been members
@@ -134,7 +135,7 @@ class GlooTransport(Transport):
 
     def offer(self, header: Header, payload: torch.Tensor) -> None:
         self._offered[header.slot] = time.monotonic()
-        self._traffic[header.slot] = 0
+        self._traffic[header.slot] = (0, 0)
         self._events.put(partial(self._protocol.offer, header, payload))
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
@@ -143,12 +144,12 @@ class GlooTransport(Transport):
             return self._outcomes.pop(slot, None)
 
     def _finished(self, outcome: Outcome) -> None:
-        traffic = self._traffic.pop(outcome.slot)
+        sent, received = self._traffic.pop(outcome.slot)
         outcome = replace(
             outcome,
             exchange_s=time.monotonic() - self._offered.pop(outcome.slot),
-            bytes_sent=traffic,
-            bytes_received=traffic,
+            bytes_sent=sent,
+            bytes_received=received,
         )
         with self._news:
             self._outcomes[outcome.slot] = outcome
@@ -188,6 +189,7 @@ class GlooTransport(Transport):
                 event, due = self._protocol.tick, time.monotonic() + TICK_S
             for effect in event():
                 self._perform(effect)
+            event = effect = None  # type: ignore[assignment]  # they hold payloads, and the next may take a second
             self._note_waiting()
 
     def _note_waiting(self) -> None:
@@ -206,7 +208,7 @@ class GlooTransport(Transport):
             if url is not None:
                 self._outbox.send(effect.to, url, effect.message)
         elif isinstance(effect, Bulk):
-            threading.Thread(target=self._gather, args=(effect,), daemon=True, name="bulk").start()
+            threading.Thread(target=self._carry, args=(effect,), daemon=True, name="bulk").start()
         elif isinstance(effect, Abandon):
             pass  # its thread ends by itself, with its connections or its time-out, and what it brings is ignored
         elif isinstance(effect, Renew):
@@ -217,8 +219,8 @@ class GlooTransport(Transport):
                 self._bulk.failed(effect.outcome.slot)
             self._finished(effect.outcome)
 
-    def _gather(self, bulk: Bulk) -> None:
-        """One attempt's bulk, in a thread of its own: a frozen peer blocks gloo for its whole time-out."""
+    def _carry(self, bulk: Bulk) -> None:
+        """One stage of an attempt's bulk, in a thread of its own: a frozen peer blocks gloo for its whole time-out."""
         assert self._members is not None
         slot = bulk.attempt[0]
         try:
@@ -226,16 +228,15 @@ class GlooTransport(Transport):
             store = next((p.store for p in self._members.peers if p.member == first), None)
             if store is None:
                 raise RuntimeError(f"island {first.island} is gone")
-            payloads = self._bulk.gather(
-                self._me, bulk.attempt, bulk.fragment, bulk.members, bulk.whole, store, bulk.payload
-            )
+            payloads = self._bulk.exchange(self._me, bulk, store)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             logger.warning("bulk of slot %d failed: %s", slot, reason)
             self._events.put(partial(self._protocol.bulk_failed, bulk.attempt, reason))
         else:
-            if slot in self._traffic:
-                self._traffic[slot] += bulk.payload.nbytes * (len(bulk.members) - 1)
+            before, going = self._traffic.get(slot), bulk.traffic(self._me)
+            if before is not None:
+                self._traffic[slot] = before[0] + going[0], before[1] + going[1]
             self._events.put(partial(self._protocol.bulk_done, bulk.attempt, payloads))
 
     # ---- end -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ faults are scripted per message (a *boundary*), so that every point at which som
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -15,9 +15,10 @@ import torch
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable
-from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
+from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send, Stage
+from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
-from torchtitan_diloco.exchange.protocol import Merge, SlotProtocol
+from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState, combine
@@ -29,7 +30,10 @@ BULK_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One message about to travel: its number in the run, what it is, from whom to whom, about which slot."""
+    """One message about to travel: its number in the run, what it is, from whom to whom, about which slot.
+
+    stage: of a bulk.
+    """
 
     number: int
     kind: Literal["message", "bulk"]
@@ -37,6 +41,7 @@ class Boundary:
     receiver: int
     message: Message | None
     slot: int
+    stage: Stage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Fate:
 
 
 Script = Callable[[Boundary], Fate]
+Meeting = tuple[tuple[int, str], Stage]
+"""Attempt and stage of a bulk."""
 
 
 class MemoryNet:
@@ -62,7 +69,7 @@ class MemoryNet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._epochs = itertools.count()
-        self._bulks: dict[tuple[int, str], dict[Member, Bulk]] = {}
+        self._bulks: dict[Meeting, dict[Member, Bulk]] = {}
         self.on_crash: Callable[[int], None] = lambda island: None
 
     def at(self, delay: float, action: Callable[[], None]) -> None:
@@ -101,9 +108,9 @@ class MemoryNet:
         node = self.nodes.pop(island, None)
         if node is None:
             return
-        for attempt, arrived in list(self._bulks.items()):
+        for meeting, arrived in list(self._bulks.items()):
             if node.me in arrived:
-                self._break(attempt, f"connection to island {island} reset")
+                self._break(meeting, f"connection to island {island} reset")
         self.on_crash(island)
         self.at(DETECT_S, self.renew)
 
@@ -131,56 +138,52 @@ class MemoryNet:
             node.perform(node.protocol.receive(sender, message))
 
     def bulk(self, me: Member, bulk: Bulk) -> None:
-        """A member has reached the bulk; when all have, each gets all payloads, unless the script loses some."""
-        arrived = self._bulks.setdefault(bulk.attempt, {})
+        """A member has reached a stage of the bulk; when all have, each gets its parts, unless the script loses some."""
+        meeting = (bulk.attempt, bulk.stage)
+        arrived = self._bulks.setdefault(meeting, {})
         arrived[me] = bulk
         if set(arrived) != set(bulk.members):
             self.at(BULK_TIMEOUT_S, lambda: self._give_up(me, bulk))
             return
-        del self._bulks[bulk.attempt]
-        payloads = {member.island: b.payload.clone() for member, b in arrived.items()}
-        for receiver in bulk.members:
+        del self._bulks[meeting]
+        for i, receiver in enumerate(bulk.members):
+            parts = {member.island: b.sends[i].clone() for member, b in arrived.items()}
             fates = [
                 self.script(
                     Boundary(
-                        next(self.boundaries), "bulk", sender.island, receiver.island, None, bulk.attempt[0]
+                        next(self.boundaries), "bulk", sender.island, receiver.island, None, bulk.attempt[0],
+                        bulk.stage,
                     )
                 )
                 for sender in bulk.members
                 if sender != receiver
-            ]
-            lost = any(not fate.delays for fate in fates)
+            ]  # fmt: skip
+            lost = any(fate.crash_first or not fate.delays for fate in fates)
             delay = max((max(fate.delays, default=BULK_TIMEOUT_S) for fate in fates), default=0.0)
-            self.at(delay, partial(self._end_bulk, receiver, bulk.attempt, None if lost else payloads))
+            self.at(delay, partial(self._end_bulk, receiver, arrived[receiver], None if lost else parts))
             for fate in fates:
                 self._crash(fate)
 
-    def _end_bulk(
-        self, to: Member, attempt: tuple[int, str], payloads: dict[int, torch.Tensor] | None
-    ) -> None:
+    def _end_bulk(self, to: Member, bulk: Bulk, parts: dict[int, torch.Tensor] | None) -> None:
         node = self.nodes.get(to.island)
-        if node is None or node.me != to:
-            return
-        protocol = node.protocol
-        node.perform(
-            protocol.bulk_failed(attempt, "lost")
-            if payloads is None
-            else protocol.bulk_done(attempt, payloads)
-        )
+        if node is not None and node.me == to:
+            node.end_bulk(bulk, parts, "lost")
 
     def _give_up(self, me: Member, bulk: Bulk) -> None:
-        if self._bulks.get(bulk.attempt, {}).get(me) is bulk:
-            self._break(bulk.attempt, "timed out")
+        meeting = (bulk.attempt, bulk.stage)
+        if self._bulks.get(meeting, {}).get(me) is bulk:
+            self._break(meeting, "timed out")
 
-    def _break(self, attempt: tuple[int, str], reason: str) -> None:
-        for member in self._bulks.pop(attempt, {}):
+    def _break(self, meeting: Meeting, reason: str) -> None:
+        for member, bulk in self._bulks.pop(meeting, {}).items():
             node = self.nodes.get(member.island)
             if node is not None and node.me == member:
-                self.at(0.0, lambda node=node: node.perform(node.protocol.bulk_failed(attempt, reason)))  # type: ignore[misc]
+                self.at(0.0, partial(node.end_bulk, bulk, None, reason))
 
     def abandon(self, me: Member, attempt: tuple[int, str]) -> None:
-        if me in self._bulks.get(attempt, {}):
-            del self._bulks[attempt][me]
+        for (of, _), arrived in self._bulks.items():
+            if of == attempt:
+                arrived.pop(me, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,6 +197,7 @@ class MemoryTransport(Transport):
     step: int = 0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     offered: float = 0.0
+    traffic: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> bytes sent and received
     ticking: bool = False
     protocol: SlotProtocol = field(init=False)
 
@@ -273,6 +277,14 @@ class MemoryTransport(Transport):
         if self.net.nodes.pop(self.me.island, None) is not None:
             self.net.renew()
 
+    def end_bulk(self, bulk: Bulk, parts: dict[int, torch.Tensor] | None, reason: str) -> None:
+        if parts is None:
+            self.perform(self.protocol.bulk_failed(bulk.attempt, reason))
+            return
+        before, going = self.traffic.get(bulk.attempt[0], (0, 0)), bulk.traffic(self.me)
+        self.traffic[bulk.attempt[0]] = before[0] + going[0], before[1] + going[1]
+        self.perform(self.protocol.bulk_done(bulk.attempt, parts))
+
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             if self.net.nodes.get(self.me.island) is not self:
@@ -286,7 +298,10 @@ class MemoryTransport(Transport):
             elif isinstance(effect, Renew):
                 self.net.renew()
             elif isinstance(effect, Finished):
-                self.outcomes[effect.outcome.slot] = effect.outcome
+                sent, received = self.traffic.pop(effect.outcome.slot, (0, 0))
+                self.outcomes[effect.outcome.slot] = replace(
+                    effect.outcome, bytes_sent=sent, bytes_received=received
+                )
 
 
 @register_transport("memory")

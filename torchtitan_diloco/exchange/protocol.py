@@ -10,12 +10,13 @@ committed, otherwise nobody did, since those asked accept no late confirmation).
 to leave; a void attempt is tried again under the next epoch, at most ``MAX_TRIES`` times, then the slot has failed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Offer, Phase, Renew, Send
+from torchtitan_diloco.exchange.attempt import Abandon, Effect, Finished, Offer, Phase, Renew, Send
+from torchtitan_diloco.exchange.deal import Merge, first_bulk, second_bulk
 from torchtitan_diloco.exchange.messages import (
     Announce,
     Answer,
@@ -32,9 +33,6 @@ from torchtitan_diloco.outer.policy import Header, call_roll
 
 MAX_TRIES = 3
 REMEMBERED = 64  # slots whose outcome is kept for those who ask late
-
-Merge = Callable[[int, Sequence[Contribution]], tuple[torch.Tensor, list[float]]]
-"""(fragment, contributions) -> merged delta, weights."""
 
 
 class SlotProtocol:
@@ -86,19 +84,20 @@ class SlotProtocol:
         return self._on_answer(sender, message)
 
     def bulk_done(self, attempt: tuple[int, str], payloads: Mapping[int, torch.Tensor]) -> list[Effect]:
-        """All payloads of the attempt are here, by island."""
+        """What the other members have sent in the stage of the attempt's bulk is here, by island; so is its own part."""
         offer = self._open(attempt)
         if offer is None or offer.phase is not Phase.BULK:
             return []
-        assert offer.roll is not None
-        headers = {m.island: a.header for m, a in self.headers[attempt].items()}
-        merged, weights = self.merge(
-            offer.header.fragment,
-            [
-                Contribution(i, headers[i].steps, headers[i].tokens, payloads[i])
-                for i in offer.roll.contributors
-            ],
-        )
+        fragment = offer.header.fragment
+        if offer.division is None:
+            merged, weights = self.merge(fragment, self._contributions(offer, payloads))
+        elif offer.stage == "slices":
+            mine = offer.division.of(self.me.island)
+            part, weights = self.merge.own(fragment, offer.slot, mine, self._contributions(offer, payloads))
+            offer.weights = tuple(weights)  # the headers', so known to those who own nothing as well
+            return [second_bulk(offer, part)]
+        else:
+            merged, weights = self.merge.decode(fragment, offer.division.join(payloads)), [*offer.weights]
         if not is_finite(merged):  # the same bytes everywhere, so everybody sees it
             return self._fail(offer, "the merged delta is not finite")
         offer.merged, offer.weights, offer.digest = merged, tuple(weights), digest(merged)
@@ -281,7 +280,7 @@ class SlotProtocol:
 
     def _announce(self, offer: Offer) -> list[Effect]:
         """Begin an attempt under the present epoch; under the next one, if this one is spent for the slot."""
-        offer.epoch = offer.roll = None
+        offer.epoch = offer.roll = offer.division = None
         offer.phase = Phase.HEADERS
         offer.confirms, offer.answers = {}, set()
         epoch = self.epoch
@@ -311,9 +310,14 @@ class SlotProtocol:
         offer.roll = roll
         offer.phase = Phase.BULK
         offer.tries += 1
-        members = tuple(m for m in offer.epoch.members if m.island in roll.members)
-        whole = members == offer.epoch.members
-        return [Bulk(attempt, offer.header.fragment, members, whole, offer.payload)]
+        return [first_bulk(offer, self.me.island, self.merge)]
+
+    def _contributions(self, offer: Offer, payloads: Mapping[int, torch.Tensor]) -> list[Contribution]:
+        assert offer.roll is not None and offer.epoch is not None
+        headers = {m.island: a.header for m, a in self.headers[(offer.slot, offer.epoch.id)].items()}
+        return [
+            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i]) for i in offer.roll.contributors
+        ]
 
     def _settle(self, offer: Offer) -> list[Effect]:
         """Commit when every member of the roll has confirmed. The lowest island's digest is the reference."""

@@ -7,9 +7,13 @@ from typing import Literal
 
 import torch
 
-from torchtitan_diloco.outer.codec import Plan
+from torchtitan_diloco.outer import buffers
+from torchtitan_diloco.outer.codec import Plan, SlicedPlan
 
 Weight = Literal["tokens", "steps", "equal"]
+
+ELEMENTWISE = frozenset({"mean"})
+"""Merge rules whose result at a value depends on the deltas at that value only; with others fragments are not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +45,16 @@ def weights(counts: Sequence[tuple[int, int]], kind: Weight) -> list[float]:
     return [value / total for value in raw]
 
 
-def mean(contributions: Sequence[Contribution], kind: Weight, plan: Plan) -> tuple[torch.Tensor, list[float]]:
+def mean(
+    contributions: Sequence[Contribution], kind: Weight, plan: Plan | SlicedPlan
+) -> tuple[torch.Tensor, list[float]]:
     """Weighted mean of the deltas: ((w_0 d_0 + w_1 d_1) + w_2 d_2) + ..., in the order of island ids.
 
-    plan: decodes the payloads. Each product and each sum is rounded to float32. Returns the merged delta (new storage) and
-    the weights.
+    plan: decodes the payloads. Each product and each sum is rounded to float32. Returns the merged delta (memory of its
+    own) and the weights.
     """
     ordered = sorted(contributions, key=lambda c: c.island)
     shares = weights([(c.steps, c.tokens) for c in ordered], kind)
-    merged = torch.empty(plan.numel, dtype=plan.dtype)
-    plan.decode_scaled(ordered[0].payload, shares[0], merged)
-    for contribution, share in zip(ordered[1:], shares[1:], strict=True):
-        plan.decode_add(contribution.payload, share, merged)
+    merged = buffers.empty(plan.numel, plan.dtype)
+    plan.weighted_sum([contribution.payload for contribution in ordered], shares, merged)
     return merged, shares

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan_diloco.outer import buffers
+
+PIECE = 1 << 18
+"""Values that a thread works on at a time: what it needs of them stays in the caches."""
+
 
 @dataclass(frozen=True, slots=True)
 class OuterSGD:
@@ -32,17 +37,40 @@ class OuterSGD:
         """One outer step.
 
         anchor, delta, momentum: 1-D, same length and dtype; momentum is None at the first step or when none is kept.
-        Returns the new anchor and momentum in new storage: whoever reads the old version (a heal in progress) keeps it.
+        Returns the new anchor and momentum; the old ones stay as they are, since a heal in progress may read them. The
+        delta is used up: its memory becomes the momentum's.
         """
+        new = buffers.empty(anchor.numel(), anchor.dtype)
+        length = PIECE * torch.get_num_threads()
+        scratch = torch.empty(min(length, anchor.numel()), dtype=anchor.dtype)
+        for start in range(0, anchor.numel(), length):
+            here = slice(start, start + length)
+            old = None if momentum is None else momentum[here]
+            self._step(anchor[here], delta[here], old, new[here], scratch[: new[here].numel()])
+        return new, delta if self.keeps_momentum else None
+
+    def _step(
+        self,
+        anchor: torch.Tensor,
+        delta: torch.Tensor,
+        momentum: torch.Tensor | None,
+        new: torch.Tensor,
+        velocity: torch.Tensor,
+    ) -> None:
+        """A piece of it. new: becomes the anchor. delta: becomes the momentum. velocity: scratch."""
         if not self.keeps_momentum:
-            update = delta * self.lr
-            return torch.sub(anchor, update, out=update), None
-        if momentum is None:
-            momentum = torch.zeros_like(anchor)
-        velocity = momentum * self.momentum
-        velocity += delta
-        update = velocity * self.momentum if self.nesterov else velocity.clone()
-        if self.nesterov:
-            update += delta
-        update *= self.lr
-        return torch.sub(anchor, update, out=update), velocity
+            torch.mul(delta, self.lr, out=new)
+        else:
+            if momentum is None:
+                velocity.zero_()
+            else:
+                torch.mul(momentum, self.momentum, out=velocity)
+            velocity += delta
+            if self.nesterov:
+                torch.mul(velocity, self.momentum, out=new)
+                new += delta
+                new *= self.lr
+            else:
+                torch.mul(velocity, self.lr, out=new)
+            delta.copy_(velocity)
+        torch.sub(anchor, new, out=new)

@@ -17,9 +17,10 @@ import torch
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
+from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.delta import pseudo_gradient
 from torchtitan_diloco.outer.digest import is_finite
-from torchtitan_diloco.outer.fragments import fingerprint
+from torchtitan_diloco.outer.fragments import Fragment, fingerprint
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
@@ -93,14 +94,15 @@ class DiLoCo(SemiSync):
         fragments = (
             self.fragments if self.group.is_gateway else ()
         )  # the others only learn of a wrong setting
-        return Wire(setup.config.codec, setup.config.merge, fragments, setup.run_id, setup.island)
+        config = setup.config
+        return Wire(config.codec, config.merge, fragments, setup.run_id, setup.island, config.num_islands)
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> int:
         if step >= self.setup.steps and self.complete():
             return step
-        anchors = [self.parameters.snapshot(fragment) for fragment in self.fragments]
+        anchors = [self._snapshot(fragment) for fragment in self.fragments]
         if self.group.is_gateway and self.outer is None:
             self.outer = self._found([a for a in anchors if a is not None])
         step = self._take_state(self._enter, step)
@@ -158,7 +160,11 @@ class DiLoCo(SemiSync):
             self.steps[i] = self.tokens[i] = 0
             if self.group.is_gateway:
                 self.wire.reset(i)
-        self.flights = [flight for flight in self.flights if flight.slot >= slot]
+        for flight in [flight for flight in self.flights if flight.slot < slot]:
+            self.flights.remove(flight)
+            if self.group.is_gateway:
+                self.wire.settle(flight.fragment, flight.slot, committed=False, counted=False)
+        buffers.release()  # a heal needs more of them at once than slots do
         self.next_slot = max(self.next_slot, slot)
         if self.hand_over or enter == self._enter:
             self.data.enter(outer, joined.present, healed=bool(changed))
@@ -223,7 +229,7 @@ class DiLoCo(SemiSync):
         began = time.monotonic()
         index = self.clock.fragment_of(slot)
         fragment = self.fragments[index]
-        local = self.parameters.snapshot(fragment)
+        local = self._snapshot(fragment)
         flight = Flight(slot, index, step + self.setup.config.overlap, 0, 0.0)
         self.flights.append(flight)
         self.flights.sort(key=lambda f: f.slot)
@@ -252,30 +258,36 @@ class DiLoCo(SemiSync):
             self.transport.offer(header, payload)
         flight.stall_s = time.monotonic() - began
 
+    def _snapshot(self, fragment: Fragment) -> torch.Tensor | None:
+        """The fragment's present values, on the gateway; in memory that was used before, if there is any."""
+        return self.parameters.snapshot(
+            fragment, out=buffers.empty(fragment.numel) if self.group.is_gateway else None
+        )
+
     def poll(self, flight: Flight, timeout_s: float = POLL_S) -> Outcome | None:
         """The outcome of a flight, if it is known; on the gateway, which takes the outer step."""
         assert self.transport is not None and self.outer is not None
         outcome = self.transport.result(flight.slot, timeout_s)
         if outcome is None:
             return None
-        counted = outcome.status == "committed" and self.setup.island in outcome.participants
-        self.wire.settle(flight.fragment, counted)
-        if outcome.status == "committed":
+        if outcome.status == "committed" and self.outer.states[flight.fragment].version != flight.version:
+            outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
+        committed = outcome.status == "committed"
+        counted = committed and self.setup.island in outcome.participants
+        self.wire.settle(flight.fragment, flight.slot, committed, counted)
+        if committed:
             assert outcome.merged is not None
-            if self.outer.states[flight.fragment].version == flight.version:
-                parent, positions = self.outer.lineage, dict(self.outer.positions)
-                self.outer.commit(
-                    flight.slot,
-                    flight.fragment,
-                    outcome.merged,
-                    list(outcome.participants),
-                    outcome.tokens,
-                    outcome.advanced,
-                    outcome.members,
-                )
-                self.data.committed(parent, positions, self.outer, outcome)
-            else:
-                outcome = replace(outcome, status="behind", reason="taken from another island meanwhile")
+            parent, positions = self.outer.lineage, dict(self.outer.positions)
+            self.outer.commit(
+                flight.slot,
+                flight.fragment,
+                outcome.merged,
+                list(outcome.participants),
+                outcome.tokens,
+                outcome.advanced,
+                outcome.members,
+            )
+            self.data.committed(parent, positions, self.outer, outcome)
         elif outcome.status == "failed":
             self.outer.fail(flight.slot)
         self.transport.publish(self.outer)
@@ -384,6 +396,7 @@ class DiLoCo(SemiSync):
         self.next_slot = int(description["outer"]["slot"])
 
     def leave(self, reason: str) -> None:
+        buffers.release()
         if self.transport is not None:
             self.transport.leave(reason)
             self.setup.trace.event("leave", reason=reason)

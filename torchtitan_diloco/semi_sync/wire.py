@@ -6,21 +6,34 @@ import torch
 
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.outer.codec import ErrorFeedback, make_codec, noise_seed
+from torchtitan_diloco.outer import buffers
+from torchtitan_diloco.outer.codec import ErrorFeedback, SlicedPlan, make_codec, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
-from torchtitan_diloco.outer.merge import Contribution, Weight, mean
+from torchtitan_diloco.outer.merge import ELEMENTWISE
+from torchtitan_diloco.outer.slices import count_for, cut
+from torchtitan_diloco.semi_sync.merger import Merger
 
 
 class Wire:
-    """On the gateway. Two threads use it: the training thread encodes and settles, the exchange thread merges.
+    """On the gateway. Two threads use it: the training thread encodes and settles, the exchange thread has ``merge``.
 
-    Memory per fragment: the encoded delta, and with error feedback a float32 residual of the fragment's size.
+    Memory per fragment: with error feedback, a float32 residual of its size (and one of the slices that the island owns, see
+    ``outer.slices``). An encoded delta lasts as long as its slot.
     """
 
     def __init__(
-        self, config: CodecConfig, merge: MergeConfig, fragments: Sequence[Fragment], run_id: str, island: int
+        self,
+        config: CodecConfig,
+        merge: MergeConfig,
+        fragments: Sequence[Fragment],
+        run_id: str,
+        island: int,
+        islands: int = 1,
     ) -> None:
-        """Raises UserError naming the setting that the codec does not have, or the codecs and merge rules there are."""
+        """islands: how many found the run.
+
+        Raises UserError naming the setting that the codec does not have, or the codecs and merge rules there are.
+        """
         if merge.method != "mean":
             raise UserError(f'semi_sync.merge.method: "{merge.method}" is not a merge rule; there is "mean"')
         try:
@@ -29,19 +42,21 @@ class Wire:
             )
         except ValueError as error:
             raise UserError(f"semi_sync.codec: {error}") from error
+        slices = count_for(islands) if merge.method in ELEMENTWISE else 1
         self._codec = codec
-        self._weight: Weight = merge.weight
         self._run_id, self._island = run_id, island
-        self._encoders = [codec.prepare(fragment.numel) for fragment in fragments]
-        self._decoders = [codec.prepare(fragment.numel) for fragment in fragments]  # a plan serves one thread
-        self._buffers = [torch.empty(codec.nbytes(f.numel), dtype=torch.uint8) for f in fragments]
+        self._encoders = [SlicedPlan(codec, cut(f.numel, codec.unit, slices)) for f in fragments]
+        # With plans of its own, since each serves one thread.
+        self.merge = Merger(codec, merge.weight, fragments, slices, config.error_feedback, run_id, island)
         self._feedback = (
             [ErrorFeedback(encoder) for encoder in self._encoders] if config.error_feedback else None
         )
 
     def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
-        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up. It lasts until the fragment's next."""
-        buffer = self._buffers[fragment]
+        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up."""
+        if self._codec.is_plain and not self._feedback:
+            return delta.view(torch.uint8)  # as it is: nothing is lost, so there is nothing to do
+        buffer = self._payload(fragment)
         seed = noise_seed(self._run_id, slot, fragment, self._island) if self._codec.stochastic else None
         if self._feedback:
             self._feedback[fragment].propose(delta, buffer, seed)
@@ -51,10 +66,14 @@ class Wire:
 
     def blank(self, fragment: int) -> torch.Tensor:
         """A payload for a delta that cannot be sent; its header says that it does not count."""
-        return self._buffers[fragment].zero_()
+        return self._payload(fragment).zero_()
 
-    def settle(self, fragment: int, counted: bool) -> None:
-        """The slot is over; the residual moves only if this island's bytes counted in it."""
+    def _payload(self, fragment: int) -> torch.Tensor:
+        return buffers.empty(self._encoders[fragment].nbytes, torch.uint8)
+
+    def settle(self, fragment: int, slot: int, committed: bool, counted: bool) -> None:
+        """The slot is over; the residual moves only if this island's bytes ``counted`` in it."""
+        self.merge.settle(fragment, slot, committed)
         if self._feedback and self._feedback[fragment].is_open:
             if counted:
                 self._feedback[fragment].commit()
@@ -63,17 +82,15 @@ class Wire:
 
     def reset(self, fragment: int) -> None:
         """The island has taken the fragment from another: what its own deltas had lost has no meaning any more."""
+        self.merge.reset(fragment)
         if self._feedback:
             self._feedback[fragment].abandon()
             self._feedback[fragment].residual.zero_()
 
-    def merge(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
-        """Decode and merge the payloads of a slot: (merged delta, weights)."""
-        return mean(contributions, self._weight, self._decoders[fragment])
-
     def residuals(self) -> dict[str, torch.Tensor]:
-        """For the checkpoint: ``residual.<fragment>``."""
-        return {f"residual.{i}": f.residual for i, f in enumerate(self._feedback or ())}
+        """For the checkpoint: ``residual.<fragment>``, and those of ``Merger``."""
+        deltas = {f"residual.{i}": f.residual for i, f in enumerate(self._feedback or ())}
+        return deltas | self.merge.residuals()
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when a residual is missing or has another length."""
@@ -82,3 +99,4 @@ class Wire:
             if saved is None or saved.shape != feedback.residual.shape:
                 raise ValueError(f"the residual of fragment {i} is missing or does not fit")
             feedback.residual.copy_(saved)
+        self.merge.restore(tensors)

@@ -3,13 +3,11 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
-from torchft.coordination import LighthouseServer
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable, UserError
@@ -33,32 +31,25 @@ def merge_with(kind: Weight) -> Merge:
     return lambda fragment, contributions: mean(contributions, kind, plan)
 
 
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseConfig]:
-    server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=300, quorum_tick_ms=20, heartbeat_timeout_ms=1000
-    )
-    port = server.address().rsplit(":", 1)[1]
-    yield LighthouseConfig(
-        address=f"http://127.0.0.1:{port}", heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0, quorum_interval_s=0.05,
-        patience_s=30.0,
-    )  # fmt: skip
-    server.shutdown()
-
-
 class Gateway:
     """An island reduced to its gateway: a transport, an outer state, and deltas made up on the spot."""
 
     def __init__(
-        self, lighthouse: LighthouseConfig, island: int, value: float = 0.0, run_id: str = "run"
+        self,
+        lighthouse: LighthouseConfig,
+        island: int,
+        value: float = 0.0,
+        run_id: str = "run",
+        merge: Merge | None = None,
+        max_rate: float = 0.0,
     ) -> None:
         self.island, self.run_id, self.lighthouse = island, run_id, lighthouse
         self.state = OuterState.found(FRAGMENTS, OuterSGD(0.7, 0.9, True), [torch.full((SIZE,), value)])
         self.transport = GlooTransport(
             IslandConfig(id=island),
             lighthouse,
-            TransportConfig(exchange_timeout_s=10.0),
-            merge_with("tokens"),
+            TransportConfig(exchange_timeout_s=10.0, max_rate=max_rate),
+            merge or merge_with("tokens"),
         )
 
     def join(self, num_islands: int, settings: dict[str, object] | None = None, step: int = 0) -> Joined:
@@ -73,13 +64,17 @@ class Gateway:
         )
         return self.transport.join(hello, self.state)
 
-    def offer(self, delta: float, steps: int = 4, finite: bool = True) -> None:
+    def offer(
+        self, delta: float, steps: int = 4, finite: bool = True, payload: torch.Tensor | None = None
+    ) -> None:
+        """payload: of the delta, where it is not what fp32 makes of one value."""
         s = self.state
         header = Header(
             self.island, s.slot, 0, s.states[0].version, s.states[0].digest, s.states[0].lineage, s.tokens_total,
             steps, steps * 10, finite, {f"a/{self.island}": s.slot + 1}, {}, {"a": "0-7"}, False,
         )  # fmt: skip
-        self.transport.offer(header, torch.full((SIZE,), delta).view(torch.uint8))
+        whole = torch.full((SIZE,), delta).view(torch.uint8) if payload is None else payload
+        self.transport.offer(header, whole)
 
     def settle(self, timeout_s: float = 20.0) -> Outcome:
         outcome = self.transport.result(self.state.slot, timeout_s)
@@ -87,7 +82,7 @@ class Gateway:
         if outcome.status == "committed":
             assert outcome.merged is not None
             self.state.commit(
-                outcome.slot, 0, outcome.merged, list(outcome.participants), outcome.tokens,
+                outcome.slot, 0, outcome.merged.clone(), list(outcome.participants), outcome.tokens,
                 outcome.advanced, outcome.members,
             )  # fmt: skip
         elif outcome.status == "failed":

@@ -54,7 +54,7 @@ class Float64Parameters:
         }
         self.specs = {name: TensorSpec(name, (size,), torch.float64) for name, size in SIZES.items()}
 
-    def snapshot(self, fragment: Fragment) -> torch.Tensor:
+    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor:
         return fragment.flatten({name: t.detach() for name, t in self.tensors.items()}, torch.float64)
 
     @torch.no_grad()
@@ -72,11 +72,12 @@ class Float64Plan:
     def __init__(self, numel: int) -> None:
         self.numel = numel
 
-    def decode_scaled(self, payload: torch.Tensor, share: float, out: torch.Tensor) -> None:
-        torch.mul(payload, share, out=out)
-
-    def decode_add(self, payload: torch.Tensor, share: float, out: torch.Tensor) -> None:
-        out += payload * share
+    def weighted_sum(
+        self, payloads: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
+    ) -> None:
+        torch.mul(payloads[0], shares[0], out=out)
+        for payload, share in zip(payloads[1:], shares[1:], strict=True):
+            out += payload * share
 
 
 class Float64Wire:
@@ -89,7 +90,7 @@ class Float64Wire:
     def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
         return delta
 
-    def settle(self, fragment: int, counted: bool) -> None:
+    def settle(self, fragment: int, slot: int, committed: bool, counted: bool) -> None:
         pass
 
     def reset(self, fragment: int) -> None:

@@ -1,21 +1,14 @@
-"""Faults planted in the arithmetic of the outer loop: the golden comparison must see each of them.
+"""Faults planted in the arithmetic of the outer loop: the golden comparison must see each of them."""
 
-A fault is a change of one place in a module's source. Its functions then get the changed code in place, so that whoever
-imported them before runs it too. A place that is no longer there fails the test: move the fault, do not drop it.
-"""
-
-import inspect
-import types
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.golden.compare import Mismatch, check_run
-from tests.golden.island import Case, Plan, paces
-from tests.golden.memory_run import run_memory
-from tests.golden.reference import Result
+from tests.golden.compare import Mismatch
+from tests.golden.island import Case, Plan
+from tests.golden.memory_run import MemoryRun
 from tests.golden.turns import Stuck
+from tests.helpers.faults import Fault, plant
 from torchtitan_diloco.island import parameters
 from torchtitan_diloco.outer import delta, fragments, merge, optimizer, policy, slots, state
 from torchtitan_diloco.semi_sync import diloco
@@ -25,19 +18,7 @@ PLANS = [Plan(3, 9, rows=2), Plan(2, 6, rows=3), Plan(4, 12, rows=1)]
 LONG_PLANS = [Plan(6, 19, rows=2), Plan(8, 25, rows=3), Plan(7, 22, rows=1)]
 
 
-def plans(case: Case) -> list[Plan]:
-    return PLANS if case.fragments == 1 else LONG_PLANS
-
-
-@dataclass(frozen=True)
-class Fault:
-    name: str
-    module: types.ModuleType
-    place: str
-    instead: str
-    case: Case = field(default_factory=Case)
-
-
+PLAIN = Case()
 LOCAL_SGD = Case("local_sgd")
 STREAMING = Case(fragments=3, overlap=1)
 QUARTER = Case(fragments=2, overlap=1, alpha=0.25)
@@ -55,45 +36,45 @@ EXCHANGE_LATE = """        while self.next_slot < self.clock.reached(step) and n
         return step"""
 
 FAULTS = [
-    Fault("sign of the delta", delta, "torch.sub(anchor, local)", "torch.sub(local, anchor)"),
+    Fault("sign of the delta", delta, "torch.sub(anchor, local)", "torch.sub(local, anchor)", PLAIN),
     Fault("sign of the update", optimizer, "return torch.sub(anchor, update, out=update), velocity",
-          "return torch.add(anchor, update, out=update), velocity"),
+          "return torch.add(anchor, update, out=update), velocity", PLAIN),
     Fault("momentum taken on the delta too", optimizer,
           "velocity = momentum * self.momentum\n        velocity += delta",
-          "velocity = (momentum + delta) * self.momentum"),
-    Fault("lr inside the momentum", optimizer, "        velocity += delta", "        velocity += delta * self.lr"),
+          "velocity = (momentum + delta) * self.momentum", PLAIN),
+    Fault("lr inside the momentum", optimizer, "        velocity += delta", "        velocity += delta * self.lr", PLAIN),
     Fault("nesterov off", optimizer, "        if self.nesterov:\n            update += delta",
-          "        update = velocity.clone()"),
-    Fault("nesterov without its delta", optimizer, "            update += delta", "            pass"),
+          "        update = velocity.clone()", PLAIN),
+    Fault("nesterov without its delta", optimizer, "            update += delta", "            pass", PLAIN),
     Fault("nesterov with the old momentum", optimizer, "update = velocity * self.momentum if",
-          "update = momentum * self.momentum if"),
-    Fault("lr applied twice", optimizer, "        update *= self.lr", "        update *= self.lr * self.lr"),
+          "update = momentum * self.momentum if", PLAIN),
+    Fault("lr applied twice", optimizer, "        update *= self.lr", "        update *= self.lr * self.lr", PLAIN),
     Fault("constants not rounded to float32", optimizer, "        update *= self.lr",
-          "        update = (update.double() * self.lr).float()"),
+          "        update = (update.double() * self.lr).float()", PLAIN),
     Fault("lr of local SGD", optimizer, "update = delta * self.lr", "update = delta * (self.lr / 2)", LOCAL_SGD),
-    Fault("divisor", merge, "value / total", "value / len(raw)"),
+    Fault("divisor", merge, "value / total", "value / len(raw)", PLAIN),
     Fault("sum instead of mean", merge, "value / total", "1.0", LOCAL_SGD),
     Fault("weights swapped", merge, "    shares = weights([(c.steps, c.tokens) for c in ordered], kind)",
-          "    shares = weights([(c.steps, c.tokens) for c in ordered], kind)[::-1]"),
-    Fault("tokens instead of tokens squared over steps", merge, "tokens * tokens / steps if", "float(tokens) if"),
-    Fault("steps in the wrong place", merge, "tokens * tokens / steps if", "tokens * steps if"),
+          "    shares = weights([(c.steps, c.tokens) for c in ordered], kind)[::-1]", PLAIN),
+    Fault("tokens instead of tokens squared over steps", merge, "tokens * tokens / steps if", "float(tokens) if", PLAIN),
+    Fault("steps in the wrong place", merge, "tokens * tokens / steps if", "tokens * steps if", PLAIN),
     Fault("tokens where steps were asked for", merge, "[float(steps) for steps, _ in counts]",
           "[float(tokens) for _, tokens in counts]", Case(weight="steps")),
     Fault("equal weights by steps", merge, "[1.0 if steps else 0.0 for steps, _ in counts]",
           "[float(steps) for steps, _ in counts]", Case(weight="equal")),
-    Fault("order of the islands", merge, "key=lambda c: c.island)", "key=lambda c: -c.island)"),
+    Fault("order of the islands", merge, "key=lambda c: c.island)", "key=lambda c: -c.island)", PLAIN),
     Fault("an island left out", merge, "zip(ordered[1:], shares[1:], strict=True)",
-          "zip(ordered[1:-1], shares[1:-1], strict=True)"),
-    Fault("stale anchor", state, "FragmentState(anchor, momentum, old", "FragmentState(old.anchor, momentum, old"),
-    Fault("momentum not kept", state, "FragmentState(anchor, momentum, old", "FragmentState(anchor, None, old"),
+          "zip(ordered[1:-1], shares[1:-1], strict=True)", PLAIN),
+    Fault("stale anchor", state, "FragmentState(anchor, momentum, old", "FragmentState(old.anchor, momentum, old", PLAIN),
+    Fault("momentum not kept", state, "FragmentState(anchor, momentum, old", "FragmentState(anchor, None, old", PLAIN),
     Fault("momentum one slot late", state, "FragmentState(anchor, momentum, old",
-          "FragmentState(anchor, old.momentum, old"),
-    Fault("digest of the old anchor", state, "value = digest(anchor)", "value = old.digest"),
-    Fault("version not counted", state, "old.version + 1, value", "old.version, value"),
-    Fault("lineage without its history", state, "link(old.lineage, slot", 'link("", slot'),
-    Fault("committed tokens not added up", state, "lineage, old.tokens + tokens)", "lineage, tokens)"),
-    Fault("an island wrongly without a vote", policy, "header.steps > 0", "header.steps > 2"),
-    Fault("order of the tensors", fragments, "in sorted(rows, key=lambda r: (r[0].name, r[1])):", "in rows:"),
+          "FragmentState(anchor, old.momentum, old", PLAIN),
+    Fault("digest of the old anchor", state, "value = digest(anchor)", "value = old.digest", PLAIN),
+    Fault("version not counted", state, "old.version + 1, value", "old.version, value", PLAIN),
+    Fault("lineage without its history", state, "link(old.lineage, slot", 'link("", slot', PLAIN),
+    Fault("committed tokens not added up", state, "lineage, old.tokens + tokens)", "lineage, tokens)", PLAIN),
+    Fault("an island wrongly without a vote", policy, "header.steps > 0", "header.steps > 2", PLAIN),
+    Fault("order of the tensors", fragments, "in sorted(rows, key=lambda r: (r[0].name, r[1])):", "in rows:", PLAIN),
     # What only shows with several fragments, overlap and mixing.
     Fault("momentum of another fragment", state,
           "self.optimizer.step(old.anchor, merged, old.momentum)",
@@ -137,53 +118,17 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def functions(module: types.ModuleType) -> dict[str, types.FunctionType]:
-    """The module's own functions and methods, by qualified name."""
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    members = [m for value in own if isinstance(value, type) for m in vars(value).values()]
-    unwrapped = [inspect.unwrap(getattr(value, "__func__", value)) for value in [*own, *members]]
-    return {f.__qualname__: f for f in unwrapped if isinstance(f, types.FunctionType)}
-
-
-def codes(code: types.CodeType) -> dict[str, types.CodeType]:
-    """All code objects inside a module's, by qualified name."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {c.co_qualname: c for c in inner} | {name: c for i in inner for name, c in codes(i).items()}
-
-
-def behaviour(code: types.CodeType) -> tuple:
-    """What a code object does, without where it stands."""
-    constants = tuple(behaviour(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
-
-
-def plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the one function that the fault's place is in the changed code."""
-    source = inspect.getsource(fault.module)
-    assert source.count(fault.place) == 1, (
-        f"{fault.module.__name__} has {fault.place!r} {source.count(fault.place)} times"
-    )
-    changed = codes(compile(source.replace(fault.place, fault.instead), "planted", "exec"))
-    written = {
-        name: f for name, f in functions(fault.module).items() if name in changed
-    }  # not those of dataclass
-    planted = [f for name, f in written.items() if behaviour(changed[name]) != behaviour(f.__code__)]
-    assert len(planted) == 1, f"{fault.name} changes {planted}"
-    monkeypatch.setattr(planted[0], "__code__", changed[planted[0].__qualname__])
-
-
-def run_and_check(folder: Path, case: Case) -> list[Result]:
-    run_memory(folder, case, plans(case))
-    return check_run(folder, range(3), case.outer(), paces=paces(plans(case)))
+def run_of(case: Case) -> MemoryRun:
+    return MemoryRun(case, PLANS if case.fragments == 1 else LONG_PLANS)
 
 
 @pytest.mark.parametrize("case", sorted({fault.case for fault in FAULTS}, key=repr), ids=repr)
 def test_without_a_fault_the_comparison_passes(case: Case, tmp_path: Path):
-    assert len(run_and_check(tmp_path, case)) >= 3
+    assert len(run_of(case).check(tmp_path)) >= 3
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_planted_fault_is_seen(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_seen(fault: Fault[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plant(fault, monkeypatch)
     with pytest.raises((Mismatch, Stuck)):
-        run_and_check(tmp_path, fault.case)
+        run_of(fault.case).check(tmp_path)

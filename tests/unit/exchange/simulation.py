@@ -1,29 +1,46 @@
 """Islands that do nothing but offer slots over the in-memory network, and the invariants that must hold whatever happens."""
 
+import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from tests.unit.exchange.account import Account, Work
+from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import Resumable
-from torchtitan_diloco.exchange.memory import Boundary, Fate, MemoryNet, MemoryTransport
+from torchtitan_diloco.exchange.memory import (
+    BULK_TIMEOUT_S,
+    DETECT_S,
+    TICK_S,
+    Boundary,
+    Fate,
+    MemoryNet,
+    MemoryTransport,
+    Script,
+)
 from torchtitan_diloco.exchange.transport import Hello
-from torchtitan_diloco.outer.codec import make_codec
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
-from torchtitan_diloco.outer.merge import Contribution, mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.semi_sync.wire import Wire
 
 WINDOW_S = 1.0
+LONGEST_WINDOW_S = 1.5
+USUAL_S = 0.1  # a message that takes longer is late
+SLOTS_A_SECOND = 3  # at most, while nothing goes wrong
+SIZE = 22  # values of a fragment; in blocks of 4 they make slices of one or two blocks
+FP32 = CodecConfig()
+LOSSY = CodecConfig(wire="int8", block=4, error_feedback=True)
+LOST = 0.05  # of the largest value, by what two encodings and two residuals can differ from what was offered
 
 
 def fragments_of(count: int) -> tuple[Fragment, ...]:
-    """``count`` fragments of three values each."""
-    spec = TensorSpec("w", (3,), torch.float32)
-    return tuple(Fragment(i, (Piece(spec, 0, 0, 3),)) for i in range(count))
+    """``count`` fragments of ``SIZE`` values each."""
+    spec = TensorSpec("w", (SIZE,), torch.float32)
+    return tuple(Fragment(i, (Piece(spec, 0, 0, SIZE),)) for i in range(count))
 
 
 @dataclass
@@ -35,7 +52,9 @@ class Actor:
     incarnation: int
     transport: MemoryTransport
     state: OuterState
-    steps: dict[int, int] = field(default_factory=dict)
+    wire: Wire
+    trained: int = 0  # inner steps in all
+    steps: dict[int, int] = field(default_factory=dict)  # of them, by fragment, since it was applied
     sent: dict[int, int] = field(
         default_factory=dict
     )  # slot not applied yet -> version its delta is based on
@@ -44,6 +63,10 @@ class Actor:
 
     def alive(self) -> bool:
         return self.sim.net.nodes.get(self.island) is self.transport
+
+    def done(self) -> bool:
+        """Has sent its last slot."""
+        return self.alive() and self.next_slot >= self.sim.slots
 
     def window(self) -> None:
         """Inner steps are done: apply what is due (waiting for it if need be), then send the next slot's fragment."""
@@ -55,22 +78,29 @@ class Actor:
         if self.next_slot >= self.sim.slots:
             return
         fragment = self.next_slot % self.sim.fragments
+        self.trained += 4
         for f in range(self.sim.fragments):
             self.steps[f] = self.steps.get(f, 0) + 4
         slot, self.next_slot = self.next_slot, self.next_slot + 1
         self.sent[slot] = self.state.states[fragment].version
         self.send(slot, self.steps[fragment])
-        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, 1.5), self.window)
+        self.sim.net.at(WINDOW_S * self.sim.random.uniform(0.5, LONGEST_WINDOW_S), self.window)
 
     def send(self, slot: int, steps: int) -> None:
         fragment = slot % self.sim.fragments
         state = self.state.states[fragment]
-        noise = torch.tensor([float(hash((self.island, self.incarnation, slot, i)) % 97) for i in range(3)])
+        who = (self.island, self.incarnation, slot)
+        delta = state.anchor - torch.tensor([float(hash((*who, i)) % 97) for i in range(SIZE)])
+        work = Work(
+            self.island, self.incarnation, slot, self.trained - steps, self.trained, steps * 10, delta.clone()
+        )
+        position = self.sim.account.offer(work)
         header = Header(
             self.island, slot, fragment, state.version, state.digest, state.lineage, state.tokens,
-            steps, steps * 10, True, {f"a/{self.island}": slot + 1}, {}, {"a": "0-4"}, False,
+            steps, steps * 10, True, {f"a/{self.island}": position}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
-        self.transport.offer(header, (state.anchor - noise).view(torch.uint8))
+        self.sim.offered(slot)
+        self.transport.offer(header, self.wire.encode(fragment, slot, delta))
 
     def poll(self) -> None:
         if not self.sent or not self.alive():
@@ -85,17 +115,22 @@ class Actor:
         self.log.append((outcome.slot, outcome.status))
         fragment = outcome.slot % self.sim.fragments
         taken = self.state.states[fragment].version != base  # from another island meanwhile
-        if outcome.status == "committed" and not taken:
+        counted = outcome.status == "committed" and not taken
+        self.wire.settle(fragment, outcome.slot, counted, counted and self.island in outcome.participants)
+        if counted:
             assert outcome.merged is not None
-            self.state.commit(
+            parent = self.state.states[fragment].lineage
+            committed = self.state.commit(
                 outcome.slot,
                 fragment,
-                outcome.merged,
+                outcome.merged.clone(),  # it is used up, and accounted for below
                 list(outcome.participants),
                 outcome.tokens,
                 outcome.advanced,
                 outcome.members,
             )
+            self.sim.account.commit(parent, committed.lineage, outcome)
+            self.sim.commits.setdefault(outcome.slot, self.sim.net.now)
             self.steps[fragment] = 0
         elif outcome.status == "failed" and not taken:
             self.state.fail(outcome.slot)
@@ -112,13 +147,19 @@ class Actor:
         """Take the state of another island; wait for one if the schedule has just killed the rest."""
         if not self.alive():
             return
+        before = [s.lineage for s in self.state.states]
         try:
             self.transport.heal(self.state)
         except Resumable:
             self.sim.net.at(WINDOW_S, partial(self.heal, slot))
             return
+        for fragment, held in enumerate(self.state.states):
+            if held.lineage != before[fragment]:
+                self.wire.reset(fragment)
         self.steps = {}
-        self.sent = {s: base for s, base in self.sent.items() if s >= self.state.slot}
+        for dropped in [s for s in self.sent if s < self.state.slot]:
+            del self.sent[dropped]
+            self.wire.settle(dropped % self.sim.fragments, dropped, committed=False, counted=False)
         self.next_slot = max(self.next_slot, self.state.slot)
         if (
             self.state.slot <= slot
@@ -134,39 +175,72 @@ class Actor:
             self.send(slot, 0)
 
 
-PLAN = make_codec("fp32").prepare(3)
-
-
-def merge(fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
-    return mean(contributions, "tokens", PLAN)
-
-
 class Simulation:
-    """A run of ``islands`` islands for ``slots`` slots under a fault script."""
+    """A run of ``islands`` islands for ``slots`` slots under a fault script; ``more`` windows at least after its faults.
+
+    A window is as many slots as there are fragments.
+    """
 
     def __init__(
-        self, islands: int, slots: int, seed: int, script=None, fragments: int = 1, overlap: int = 0
+        self,
+        islands: int,
+        slots: int,
+        seed: int,
+        script: Script | None = None,
+        fragments: int = 1,
+        overlap: int = 0,
+        more: int = 0,
+        codec: CodecConfig = FP32,
     ) -> None:
+        self.islands, self.codec = islands, codec
         self.random = random.Random(seed)
-        self.slots, self.fragments, self.overlap = slots, fragments, overlap
-        self.net = MemoryNet(script)
+        self.slots, self.fragments, self.overlap, self.more = slots, fragments, overlap, more
+        self.script = script or (lambda boundary: Fate())
+        self.net = MemoryNet(self.fate)
+        self.account = Account(lost=0.0 if codec == FP32 else LOST)
+        self.calm = 0.0  # when the last fault was over
+        self.quiet = 0.0  # and whoever had crashed was back
+        self.offers: dict[int, float] = {}  # slot -> when it was first offered
+        self.commits: dict[int, float] = {}  # slot -> when it was first committed
         self.actors: dict[int, Actor] = {}
         self.incarnations = 0
         for island in range(islands):
             self.start(island)
         self.net.on_crash = self.crashed
 
+    def fate(self, boundary: Boundary) -> Fate:
+        fate = self.script(boundary)
+        if fate.crash or len(fate.delays) != 1 or fate.delays[0] > USUAL_S:
+            self.disturbed(max(fate.delays, default=0.0))
+        return fate
+
+    def disturbed(self, seconds: float) -> None:
+        """A fault has an effect as late as that. Unless an island is done, the run becomes long enough to go on after it."""
+        self.calm = max(self.calm, self.net.now + seconds)
+        if self.more and not any(actor.done() for actor in self.actors.values()):
+            slot = max(self.offers, default=-1) + 1
+            self.slots = max(
+                self.slots, slot + math.ceil(SLOTS_A_SECOND * seconds) + self.more * self.fragments
+            )
+
+    def offered(self, slot: int) -> None:
+        self.offers.setdefault(slot, self.net.now)
+
     def start(self, island: int) -> None:
         if island in self.net.nodes:
             return
         self.incarnations += 1
-        anchors = [torch.zeros(3) for _ in range(self.fragments)]
+        self.quiet = self.net.now
+        anchors = [torch.zeros(SIZE) for _ in range(self.fragments)]
         state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
-        transport = MemoryTransport(merge=merge, net=self.net)
+        wire = Wire(self.codec, MergeConfig(), state.fragments, "run", island, self.islands)
+        transport = MemoryTransport(merge=wire.merge, net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)
         transport.join(hello, state)
-        self.actors[island] = Actor(self, island, self.incarnations, transport, state, next_slot=state.slot)
-        self.net.at(WINDOW_S * self.random.uniform(0.5, 1.5), self.actors[island].window)
+        self.actors[island] = Actor(
+            self, island, self.incarnations, transport, state, wire, next_slot=state.slot
+        )
+        self.net.at(self.random.uniform(0.5, LONGEST_WINDOW_S), self.actors[island].window)
 
     def crashed(self, island: int) -> None:
         """A crashed island comes back, as long as another holds the run's state."""
@@ -187,17 +261,66 @@ class Simulation:
         raise AssertionError("the run does not come to an end")
 
     def check(self) -> None:
-        """No two living islands hold different bits for one version of a fragment."""
-        seen: dict[tuple[int, int], str] = {}
-        for island, actor in self.actors.items():
-            if self.net.nodes.get(island) is actor.transport:
-                for f, state in enumerate(actor.state.states):
-                    value = seen.setdefault((f, state.version), state.digest)
-                    assert value == state.digest, f"version {state.version} of fragment {f} has two digests"
+        """No two living islands have ever held different bits for one version of a fragment, or residuals of one slice."""
+        living = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
+        incarnations = {actor.incarnation for actor in living}
+        for actor in living:
+            for f, state in enumerate(actor.state.states):
+                self.account.hold(f, state.version, state.digest, actor.incarnation, incarnations)
+        owned: dict[tuple[int, str], int] = {}
+        for actor in living:
+            for name in actor.wire.merge.residuals():
+                f = int(name.removeprefix("residual.").partition("[")[0])
+                owner = owned.setdefault((actor.state.states[f].version, name), actor.island)
+                assert owner == actor.island, f"islands {owner} and {actor.island} both have {name}"
+
+    def check_progress(self) -> None:
+        """At the end: everybody has done all slots (or all were dead at once), and faults had no effect beyond their time.
+
+        Within one window after the last fault, and the time-outs that it has set off, a slot commits. Once those that
+        crashed are back too, every slot does.
+        """
+        if not self.net.nodes:
+            return
+        assert self.finished(), "an island has not finished"
+        later = [slot for slot, at in self.offers.items() if at > max(self.calm, self.quiet)]
+        failed = [slot for slot in later if slot not in self.commits]
+        assert not failed, f"slots {failed} failed, though all is well from {later[0]} on"
+        expected = [
+            at for slot, at in self.offers.items() if at > self.calm or self.commits.get(slot, 0) > self.calm
+        ]
+        limit = self.fragments * LONGEST_WINDOW_S + TICK_S + DETECT_S + BULK_TIMEOUT_S
+        waited = min((at for at in self.commits.values() if at > self.calm), default=math.inf) - self.calm
+        assert not expected or waited < limit, f"no slot committed for {waited:.1f} s after the last fault"
 
     def finished(self) -> bool:
         live = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
         return bool(live) and all(a.state.slot >= self.slots for a in live)
+
+
+def complete(simulation: Simulation) -> None:
+    """Run to the end: everybody alive has done all slots, unless the faults killed every island at once."""
+    simulation.run()
+    simulation.check_progress()
+
+
+KINDS = ["drop", "delay", "duplicate", "crash sender before", "crash sender after", "crash receiver"]
+
+
+def single_fault(number: int, kind: str):
+    def script(boundary: Boundary) -> Fate:
+        if boundary.number != number:
+            return Fate()
+        return {
+            "drop": Fate(delays=()),
+            "delay": Fate(delays=(3.0,)),
+            "duplicate": Fate(delays=(0.01, 2.0)),
+            "crash sender before": Fate(crash=(boundary.sender,), crash_first=True),
+            "crash sender after": Fate(crash=(boundary.sender,)),
+            "crash receiver": Fate(crash=(boundary.receiver,)),
+        }[kind]
+
+    return script
 
 
 def random_script(seed: int, faults: int, boundaries: int = 120):
@@ -235,3 +358,15 @@ def random_simulation(seed: int) -> Simulation:
     overlap = min(fragments - 1, (seed // 4) % 3)
     script = random_script(seed, faults=1 + seed % 5, boundaries=50 * islands)
     return Simulation(islands, 8, seed, script, fragments, overlap)
+
+
+def between_owners(script=None) -> Simulation:
+    """Three slots of five islands, so that slices have owners, with a codec that loses something."""
+    return Simulation(5, 3, seed=0, script=script, codec=LOSSY)
+
+
+def boundaries_between_owners() -> list[Boundary]:
+    """Of the second slot: the owners have residuals by then, and there is one more slot to come."""
+    seen: list[Boundary] = []
+    complete(between_owners(lambda boundary: seen.append(boundary) or Fate()))
+    return [boundary for boundary in seen if boundary.slot == 1]

@@ -2,14 +2,19 @@
 
 import pytest
 
-from tests.unit.exchange.simulation import Simulation, random_script, random_simulation
-from torchtitan_diloco.exchange.memory import Boundary, Fate
-
-
-def complete(simulation: Simulation) -> None:
-    """Run to the end: everybody alive has done all slots, unless the faults killed every island at once."""
-    simulation.run()
-    assert simulation.finished() or not simulation.net.nodes
+from tests.unit.exchange.fault_schedules import drawn_with_owners
+from tests.unit.exchange.simulation import (
+    KINDS,
+    Simulation,
+    between_owners,
+    boundaries_between_owners,
+    complete,
+    random_script,
+    random_simulation,
+    single_fault,
+)
+from torchtitan_diloco.exchange import deal
+from torchtitan_diloco.exchange.memory import Fate
 
 
 @pytest.mark.parametrize("islands", [1, 2, 3, 5])
@@ -22,25 +27,7 @@ def test_without_faults_every_slot_commits_once_with_all_islands(islands: int) -
     assert len({a.state.lineage for a in simulation.actors.values()}) == 1
 
 
-def single_fault(number: int, kind: str):
-    def script(boundary: Boundary) -> Fate:
-        if boundary.number != number:
-            return Fate()
-        return {
-            "drop": Fate(delays=()),
-            "delay": Fate(delays=(3.0,)),
-            "duplicate": Fate(delays=(0.01, 2.0)),
-            "crash sender before": Fate(crash=(boundary.sender,), crash_first=True),
-            "crash sender after": Fate(crash=(boundary.sender,)),
-            "crash receiver": Fate(crash=(boundary.receiver,)),
-        }[kind]
-
-    return script
-
-
-@pytest.mark.parametrize(
-    "kind", ["drop", "delay", "duplicate", "crash sender before", "crash sender after", "crash receiver"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("islands", [2, 3])
 def test_one_fault_at_every_message_boundary(islands: int, kind: str) -> None:
     counting = Simulation(islands, 3, seed=0)
@@ -93,3 +80,56 @@ def test_schedules_that_once_came_to_no_end(seed: int) -> None:
 def test_an_island_without_memory_of_a_slot_that_others_have_passed_heals() -> None:
     """Smallest schedule found: those who had committed a slot died and came back; a third still waited for its outcome."""
     complete(Simulation(3, 6, 2003, random_script(2003 * 7 + 3, 1 + 2003 % 4, 120)))
+
+
+@pytest.mark.parametrize("islands", [5, 6])
+def test_beyond_four_islands_slices_have_owners_and_float32_keeps_its_bits(islands: int, monkeypatch) -> None:
+    seen: set[str | None] = set()
+    with_owners = Simulation(islands, 4, seed=0, script=lambda b: seen.add(b.stage) or Fate())
+    complete(with_owners)
+    assert seen == {None, "slices", "merged"}
+    monkeypatch.setattr(deal, "FEW", 99)
+    seen.clear()
+    all_gathered = Simulation(islands, 4, seed=0, script=lambda b: seen.add(b.stage) or Fate())
+    complete(all_gathered)
+    assert seen == {None, "whole"}
+    assert {a.state.lineage for s in (with_owners, all_gathered) for a in s.actors.values()} == {
+        with_owners.actors[0].state.lineage
+    }
+
+
+def test_a_run_founded_by_few_gathers_whole_payloads_when_a_fifth_island_comes() -> None:
+    """The cut is the run's: what was encoded in one piece is sent in one piece."""
+    seen: set[str | None] = set()
+    simulation = Simulation(4, 6, seed=0, script=lambda b: seen.add(b.stage) or Fate())
+    simulation.net.at(2.5, lambda: simulation.start(4))
+    complete(simulation)
+    assert simulation.actors[4].log and "slices" not in seen
+    assert len({a.state.lineage for a in simulation.actors.values()}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_fault_at_some_boundaries_between_owners(kind: str) -> None:
+    """In the second slot, when owners have residuals to lose; the integration tier goes through all of its boundaries."""
+    sample = boundaries_between_owners()[::4]
+    assert {b.stage for b in sample} == {None, "slices", "merged"}
+    for boundary in sample:
+        complete(between_owners(single_fault(boundary.number, kind)))
+
+
+@pytest.mark.parametrize("kind", ["drop", "delay", "duplicate"])
+def test_lost_or_late_messages_between_owners_change_no_result(kind: str) -> None:
+    """Nor do several tries of one slot move a residual: the bits after it are those of a run without faults."""
+    clean = between_owners()
+    complete(clean)
+    expected = clean.actors[0].state.lineage
+    for boundary in boundaries_between_owners()[1::5]:
+        faulty = between_owners(single_fault(boundary.number, kind))
+        complete(faulty)
+        assert {a.state.lineage for a in faulty.actors.values()} == {expected}, boundary
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_schedules_with_owners(seed: int) -> None:
+    """A sample; the integration tier draws others at every run."""
+    drawn_with_owners(seed).run()

@@ -44,6 +44,7 @@ def test_encoding_and_decoding_allocate_nothing(wire, rounding):
         plan.decode(buffer, out)
         plan.decode_scaled(buffer, 0.5, out)
         plan.decode_add(buffer, 0.5, out)
+        plan.weighted_sum([buffer, buffer], [0.5, 0.25], out)
         feedback.propose(values, buffer, 2)
         feedback.commit()
 

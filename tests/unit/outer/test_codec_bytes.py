@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from tests.golden import codec_reference as reference
-from tests.helpers.codecs import WIRES, awkward, check_wire, gaussian, heavy_tailed, name_of
-from torchtitan_diloco.outer import codec
-from torchtitan_diloco.outer.codec import make_codec
+from tests.helpers.codecs import STOCHASTIC, WIRES, awkward, check_wire, gaussian, heavy_tailed, name_of
+from torchtitan_diloco.outer.codec import make_codec, noise_seed
 
 SPIKES = torch.zeros(4096)
 SPIKES[[5, 7, 4095]] = torch.tensor([-3.0, 1.0, 1.5])
@@ -58,7 +57,19 @@ def test_bytes_and_decoded_bits_are_the_references(wire, numel):
         values = make(numel, seed=numel)
         if wire.name == "bf16":  # the reference leaves out what rounds to infinity
             values = values.clamp(-3.38e38, 3.38e38)
-        check_wire(codec, wire, values)
+        check_wire(wire, values)
+
+
+@pytest.mark.parametrize("wire", STOCHASTIC, ids=name_of)
+@pytest.mark.parametrize("numel", [1, 65, 4097, 20001])
+def test_with_noise_bytes_and_decoded_bits_are_the_references(wire, numel):
+    seed = noise_seed("run", 3, 1, 2)
+    assert seed == reference.noise_seed("run", 3, 1, 2)
+    for make in (gaussian, awkward):
+        values = make(numel, seed=numel)
+        if wire.name == "bf16":
+            values = values.clamp(-3.38e38, 3.38e38)
+        check_wire(wire, values, seed)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,22 @@ def test_scaled_and_added_decodings_are_the_separate_steps_to_the_bit(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=name_of)
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
+def test_a_weighted_sum_is_its_steps_to_the_bit(wire, offset):
+    numel, shares = 20_001, [0.5, 1 / 3, 1 / 6]
+    plan = make_codec(wire.name, block=wire.block, density=wire.density).prepare(numel, cached_values=8192)
+    buffers = [torch.empty(plan.nbytes + offset, dtype=torch.uint8)[offset:] for _ in shares]
+    for seed, buffer in enumerate(buffers):
+        plan.encode(gaussian(numel, seed), buffer)
+    total, expected = torch.empty(2, numel)
+    plan.weighted_sum(buffers, shares, total)
+    plan.decode_scaled(buffers[0], shares[0], expected)
+    for buffer, share in zip(buffers[1:], shares[1:], strict=True):
+        plan.decode_add(buffer, share, expected)
+    assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name_of)
 def test_the_error_is_what_decoding_loses_and_may_replace_the_values(wire):
     numel = 20_001
     plan = make_codec(wire.name, block=wire.block, density=wire.density).prepare(numel, cached_values=8192)

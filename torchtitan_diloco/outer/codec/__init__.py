@@ -8,12 +8,14 @@ from torchtitan_diloco.outer.codec.codec import Codec, Kernel, Plan
 from torchtitan_diloco.outer.codec.feedback import ErrorFeedback
 from torchtitan_diloco.outer.codec.noise import noise_seed
 from torchtitan_diloco.outer.codec.registry import make_codec, register_codec, registered
+from torchtitan_diloco.outer.codec.sliced import SlicedPlan
 
 __all__ = [
     "Codec",
     "ErrorFeedback",
     "Kernel",
     "Plan",
+    "SlicedPlan",
     "make_codec",
     "noise_seed",
     "register_codec",

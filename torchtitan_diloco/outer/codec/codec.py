@@ -1,6 +1,7 @@
 """What a codec is, and the plan that walks it over a long tensor in pieces that stay in the processor's cache."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,6 +41,9 @@ class Codec(ABC):
     stochastic: bool = False
     """Whether rounding draws noise, so that ``Plan.encode`` needs a seed."""
 
+    is_plain: bool = False
+    """Whether an encoding is the float32 values themselves."""
+
     @property
     @abstractmethod
     def unit(self) -> int:
@@ -65,6 +69,15 @@ class Codec(ABC):
         cached_values: values worked on at a time (default: by kind of device). Changes speed and scratch, never a bit.
         """
         return Plan(self, numel, torch.device(device), cached_values)
+
+
+def check_flat(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise ValueError unless the tensor is contiguous, 1-D, and of this dtype and length."""
+    if tensor.dtype != dtype or tensor.shape != (numel,) or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous {dtype} tensor of shape ({numel},), "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +137,27 @@ class Plan:
         buffer: torch.Tensor,
         seed: int | None = None,
         error: torch.Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Encode ``values`` (float32 ``[numel]``, finite) into ``buffer`` (uint8 ``[nbytes]``).
 
         seed: of the noise, where the codec rounds stochastically (see ``noise_seed``). error: receives
         values - decoded (float32 ``[numel]``; may be ``values`` itself), at less than the price of another decoding.
+        first: where the values begin in the tensor that they are a slice of (a multiple of the codec's unit); the noise
+        is that of the whole tensor.
         A value that is not finite makes its block (fp32, bf16: itself) decode to non-finite values; it raises nothing.
         """
         self.check(values, buffer, seed)
         if error is not None:
-            self._check(error, torch.float32, self.numel)
+            check_flat(error, torch.float32, self.numel)
         for chunk in self._chunks:
             kernel, here = chunk.kernel, slice(chunk.start, chunk.stop)
             count, part = chunk.stop - chunk.start, values[here]
             if count != kernel.size:
                 self._padded[:count].copy_(part)
-                kernel.encode(self._padded, seed or 0, chunk.start)
+                kernel.encode(self._padded, seed or 0, first + chunk.start)
             else:
-                kernel.encode(part, seed or 0, chunk.start)
+                kernel.encode(part, seed or 0, first + chunk.start)
             for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
                 buffer[low:high].copy_(section[: high - low])
             if error is not None:
@@ -164,35 +180,52 @@ class Plan:
         """``accumulator += share * decoded``, product and sum each rounded to float32, in one pass over memory."""
         self._decode(buffer, accumulator, share, add=True)
 
+    def weighted_sum(
+        self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
+    ) -> None:
+        """``out = (share_0 * decoded_0 + share_1 * decoded_1) + ...``: ``decode_scaled`` of the first, then ``decode_add``
+        of the others in turn, bit for bit, with ``out`` going through memory once."""
+        for buffer in buffers:
+            check_flat(buffer, torch.uint8, self.nbytes)
+        check_flat(out, torch.float32, self.numel)
+        for chunk in self._chunks:
+            target = out[chunk.start : chunk.stop]
+            for number, (buffer, share) in enumerate(zip(buffers, shares, strict=True)):
+                self._decode_chunk(chunk, buffer, target, share, add=number > 0)
+
     def _decode(self, buffer: torch.Tensor, out: torch.Tensor, share: float | None, *, add: bool) -> None:
-        self._check(buffer, torch.uint8, self.nbytes)
-        self._check(out, torch.float32, self.numel)
+        check_flat(buffer, torch.uint8, self.nbytes)
+        check_flat(out, torch.float32, self.numel)
+        for chunk in self._chunks:
+            self._decode_chunk(chunk, buffer, out[chunk.start : chunk.stop], share, add)
+
+    def _decode_chunk(
+        self, chunk: Chunk, buffer: torch.Tensor, target: torch.Tensor, share: float | None, add: bool
+    ) -> None:
+        kernel, count = chunk.kernel, target.numel()
         if share is not None:
             self._share.fill_(share)
-        for chunk in self._chunks:
-            kernel, target = chunk.kernel, out[chunk.start : chunk.stop]
-            for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
-                section[: high - low].copy_(buffer[low:high])
-            direct = not add and target.numel() == kernel.size
-            decoded = target if direct else self._decoded[: kernel.size]
-            kernel.decode(decoded)
-            if share is not None:
-                decoded.mul_(self._share)
-            if add:
-                target.add_(decoded[: target.numel()])
-            elif not direct:
-                target.copy_(decoded[: target.numel()])
+            if self.codec.is_plain and buffer.data_ptr() % target.itemsize == 0:  # nothing to decode
+                product = self._decoded[:count] if add else target
+                torch.mul(buffer.view(target.dtype)[chunk.start : chunk.stop], self._share, out=product)
+                if add:
+                    target.add_(product)
+                return
+        for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
+            section[: high - low].copy_(buffer[low:high])
+        direct = not add and count == kernel.size
+        decoded = target if direct else self._decoded[: kernel.size]
+        kernel.decode(decoded)
+        if share is not None:
+            decoded.mul_(self._share)
+        if add:
+            target.add_(decoded[:count])
+        elif not direct:
+            target.copy_(decoded[:count])
 
     def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
-        self._check(values, torch.float32, self.numel)
-        self._check(buffer, torch.uint8, self.nbytes)
+        check_flat(values, torch.float32, self.numel)
+        check_flat(buffer, torch.uint8, self.nbytes)
         if self.codec.stochastic and seed is None:
             raise ValueError("stochastic rounding needs a seed")
-
-    def _check(self, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
-        if tensor.dtype != dtype or tensor.shape != (numel,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"expected a contiguous {dtype} tensor of shape ({numel},), "
-                f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
-            )

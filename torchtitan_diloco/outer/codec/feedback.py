@@ -7,17 +7,21 @@ was decoded and the last residual is the sum of all deltas.
 import torch
 
 from torchtitan_diloco.outer.codec.codec import Plan
+from torchtitan_diloco.outer.codec.sliced import SlicedPlan
 
 
 class ErrorFeedback:
-    """The residual of one island's fragment, or of the slice an island owns.
+    """The residual of one island's fragment.
 
     Memory: the residual, 4 bytes a value, and nothing else; what it may become is kept in the delta's own buffer.
     The residual belongs to the durable state of an island: save ``residual``, hand it in again at a restart.
     """
 
     def __init__(
-        self, plan: Plan, residual: torch.Tensor | None = None, device: torch.device | str = "cpu"
+        self,
+        plan: Plan | SlicedPlan,
+        residual: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """residual: float32 ``[plan.numel]``, taken over as it is; zeros by default. Raises ValueError on another shape."""
         if residual is None:

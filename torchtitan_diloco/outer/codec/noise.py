@@ -15,7 +15,11 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 def noise_seed(run: str, slot: int, part: int, island: int) -> int:
-    """64 bits that differ for every encoding of a run: no two islands, slots or parts round with the same noise."""
+    """64 bits that differ for every encoding of a run: no two islands, slots or parts round with the same noise.
+
+    They are BLAKE2b's (8 bytes, little-endian) of "<slot>:<part>:<island>:<run>" in UTF-8. part: a fragment's number; or,
+    counted on behind the last of them, that of a merged one, whose slices their owners encode.
+    """
     name = f"{slot}:{part}:{island}:{run}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 

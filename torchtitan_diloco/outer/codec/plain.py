@@ -16,6 +16,8 @@ from torchtitan_diloco.outer.codec.noise import Noise
 class Float32(Codec):
     """The values themselves; nothing is lost."""
 
+    is_plain = True
+
     @property
     def unit(self) -> int:
         return 1

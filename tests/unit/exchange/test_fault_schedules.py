@@ -1,0 +1,135 @@
+"""Schedules of faults see planted faults of the protocol, and a failing one gets smaller; so does the account beside them."""
+
+import pytest
+import torch
+
+from tests.helpers.faults import Fault as Planted
+from tests.helpers.faults import plant
+from tests.unit.exchange.account import Account, Work
+from tests.unit.exchange.fault_schedules import Fault, Schedule, drawn, error_of, run_drawn, shrunk, smaller
+from torchtitan_diloco.exchange import protocol
+from torchtitan_diloco.exchange.messages import Outcome
+
+NO_FAULT = Schedule(islands=2, slots=1)
+HEADER_LOST = Schedule(2, 8, faults={1: Fault("receiver crashes before"), 3: Fault("drop")}, seed=140)
+HEADER_AGAIN = Schedule(3, 2, 3, 2, {8: Fault("duplicate", 5.733971837722448)}, seed=38, more=1)
+SILENT_CONFIRM = Planted(
+    "a confirmation that was lost is not said again", protocol,
+    "                effects += self._tell(offer, Confirm(offer.epoch.id, offer.slot, offer.digest))",
+    "                pass", (Schedule(2, 5, 3, 2, {32: Fault("drop")}, seed=63), "the run does not come to an end"),
+)  # fmt: skip
+
+PLANTED: list[Planted[tuple[Schedule, str]]] = [
+    SILENT_CONFIRM,
+    Planted("a header that was lost is not said again", protocol,
+            "                effects += self._tell(offer, self._announcement(offer))", "                pass",
+            (HEADER_LOST, "the run does not come to an end")),
+    Planted("a contribution merged twice", protocol, "for i in offer.roll.contributors\n        ]",
+            "for i in (*offer.roll.contributors, offer.roll.contributors[0])\n        ]",
+            (NO_FAULT, "merged something else than what it counted")),
+    Planted("a decision before all headers are there", protocol,
+            "if any(member not in heard for member in offer.epoch.members):\n            return []\n"
+            "        roll = call_roll({m.island: heard[m].header for m in offer.epoch.members})",
+            "roll = call_roll({m.island: a.header for m, a in heard.items()})",
+            (NO_FAULT, "two digests")),
+    Planted("one that has committed denies it", protocol,
+            'Answer(epoch, slot, "committed", value) if by == epoch else Answer(epoch, slot, "behind")',
+            'Answer(epoch, slot, "void")',
+            (HEADER_AGAIN, "failed, though all is well")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
+def test_a_planted_fault_is_seen(planted, monkeypatch):
+    schedule, what = planted.case
+    schedule.run()
+    plant(planted, monkeypatch)
+    error = error_of(schedule)
+    assert isinstance(error, AssertionError) and what in str(error)
+
+
+def test_a_failing_schedule_gets_as_small_as_it_can_be_and_is_told_in_words(monkeypatch):
+    plant(SILENT_CONFIRM, monkeypatch)
+    seed = 63
+    small = shrunk(drawn(seed))
+    assert len(small.faults) == 1 < len(drawn(seed).faults)
+    assert error_of(small) is not None
+    assert all(error_of(schedule) is None for schedule in smaller(small))
+    with pytest.raises(AssertionError) as caught:
+        run_drawn(seed)
+    told = str(caught.value)
+    assert "AssertionError: the run does not come to an end" in told
+    assert f"{small}.run() raises AssertionError: the run does not come to an end" in told
+    (number,) = small.faults
+    assert f"message {number}: drop; Confirm of slot" in told
+
+
+def test_an_error_that_is_no_assertion_is_told_as_well(monkeypatch):
+    commits_too_early = Planted(
+        "",
+        protocol,
+        "if any(island not in offer.confirms for island in offer.roll.members):",
+        "if False:",
+        None,
+    )
+    plant(commits_too_early, monkeypatch)
+    with pytest.raises(AssertionError, match=r"KeyError: .*\nSchedule\(.*\)\.run\(\) raises KeyError"):
+        run_drawn(0)
+
+
+# ---- the account -------------------------------------------------------------------------------------------------------
+
+
+def offered(account: Account, start: int, end: int, slot: int = 0, value: float = 1.0) -> int:
+    return account.offer(Work(0, 1, slot, start, end, 10 * (end - start), torch.full((3,), value)))
+
+
+def outcome(number: int, slot: int = 0, value: float = 1.0) -> Outcome:
+    return Outcome(
+        slot, "committed", torch.full((3,), value), participants=(0,), positions={0: {"a/0": number}}
+    )
+
+
+def test_steps_that_follow_one_another_are_counted_once():
+    account = Account()
+    account.commit("", "one", outcome(offered(account, 0, 4)))
+    account.commit("one", "two", outcome(offered(account, 4, 12, slot=1), slot=1))
+    account.commit("", "fork", outcome(offered(account, 2, 8)))  # another history
+
+
+def test_steps_in_two_slots_of_one_history_are_seen():
+    account = Account()
+    account.commit("", "one", outcome(offered(account, 0, 4)))
+    with pytest.raises(AssertionError, match="counts steps 3 to 8 of island 0, which are in it up to 4"):
+        account.commit("one", "two", outcome(offered(account, 3, 8, slot=1), slot=1))
+
+
+def test_an_offer_of_another_slot_or_with_other_values_is_seen():
+    account = Account()
+    number = offered(account, 0, 4)
+    with pytest.raises(AssertionError, match="slot 1 counted Work"):
+        account.commit("", "one", outcome(number, slot=1))
+    with pytest.raises(AssertionError, match="merged something else"):
+        account.commit("", "one", outcome(number, value=1.5))
+
+
+def test_two_islands_that_counted_differently_are_seen():
+    account = Account()
+    account.commit("", "one", outcome(offered(account, 0, 4)))
+    with pytest.raises(AssertionError, match="counted"):
+        account.commit("", "one", outcome(offered(account, 0, 4)))
+
+
+def test_two_digests_are_seen_although_one_holder_has_moved_on():
+    account = Account()
+    account.hold(0, 1, "x", incarnation=1, living={1, 2})
+    account.hold(0, 2, "y", incarnation=1, living={1, 2})
+    account.hold(1, 1, "z", incarnation=2, living={1, 2})
+    with pytest.raises(AssertionError, match="version 1 of fragment 0 has two digests"):
+        account.hold(0, 1, "other", incarnation=2, living={1, 2})
+
+
+def test_what_only_the_dead_have_held_binds_nobody():
+    account = Account()
+    account.hold(0, 1, "x", incarnation=1, living={1, 2})
+    account.hold(0, 1, "other", incarnation=2, living={2})
