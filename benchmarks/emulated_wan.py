@@ -44,10 +44,11 @@ def address(site: int) -> str:
 
 
 class Wan:
-    """Namespaces that see one another, and nothing else, over links of ``rate`` (bit/s, 0 = unlimited) and ``delay_s`` (one way).
+    """Namespaces that see one another, and nothing else.
 
-    congestion: TCP's congestion control inside, for instance "cubic"; None = the machine's own. Raises RuntimeError where
-    the kernel or the rights do not allow it.
+    rate: of each direction of each link, in bit/s of IP packets; 0 = unlimited. delay_s: one way. congestion: TCP's
+    congestion control inside, for instance "cubic" (which must be in the machine's net.ipv4.tcp_allowed_congestion_control);
+    None = the machine's own. Raises RuntimeError where the kernel or the rights do not allow it.
     """
 
     def __init__(
@@ -216,7 +217,9 @@ def serve(count: int, congestion: str) -> None:
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     sites = [make_site(number, congestion) for number in range(count)]
     _checked(_libc.setns(home, _CLONE_NEWNET), "back to our own network namespace")
-    with contextlib.suppress(OSError):  # on time, however busy the machine is; without the right to it, as good as can be
+    with contextlib.suppress(
+        OSError
+    ):  # on time, however busy the machine is; without the right to it, as good as can be
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     links = {(a, b): Link() for a in range(count) for b in range(count) if a != b}
     say([site.namespace for site in sites])

@@ -24,10 +24,6 @@ from typing import Any
 
 socket.gethostname = lambda: os.environ["MASTER_ADDR"]  # torchft takes it as a default argument, at import
 
-from torchtitan_diloco import cpu
-
-cpu.install()
-
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
@@ -35,6 +31,7 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
+from torchtitan_diloco import cpu
 from torchtitan_diloco.config.load import load_config, take_config_file
 from torchtitan_diloco.configure import trainer_config
 from torchtitan_diloco.island.metrics import IslandMetrics
@@ -87,7 +84,10 @@ def upstream_config(words: Sequence[str]) -> PacedTrainer.Config:
     islands, exchange_s = ours.semi_sync.num_islands, ours.transport.exchange_timeout_s
     config = PacedTrainer.Config(**same_fields(Trainer.Config, ours))
     cpu.adapt_config(config, ours.written)
-    config.dataloader.num_islands, config.dataloader.island_id = 1, 0  # upstream divides batches by data-parallel rank
+    config.dataloader.num_islands, config.dataloader.island_id = (
+        1,
+        0,
+    )  # upstream divides batches by data-parallel rank
     config.optimizer = TorchFTOptimizersContainer.Config(
         **same_fields(TorchFTOptimizersContainer.Config, ours.optimizer)
     )

@@ -3,8 +3,8 @@
     python benchmarks/wan.py                                           # as root, Linux; some 45 minutes
     python benchmarks/wan.py --arms plain --rates 100 --repeats 1      # two minutes
 
-TorchTitan's llama3 debug model (6.16 M parameters) on the bundled text, float32, 4 x 128 tokens a step, H = 20. Each island is
-one process in a network namespace of its own; a Lighthouse stands at the first. Arms, all with the same steps:
+TorchTitan's llama3 debug model (6.16 M parameters) on the bundled text, float32, 4 x 128 tokens a step, H = 20. Each island
+is one process in a network namespace of its own; a Lighthouse stands at the first. Arms, all with the same steps:
 
     torchft      TorchTitan's own experiments/torchft DiLoCo, fp32
     plain        ours, fp32, everything at once, training waits for it
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,13 @@ class Result:
         return self.step_s * len(every) / sum(every)
 
     @property
+    def exchange_s(self) -> float:
+        """From offering a slot to its outcome, without those of the first window; ours only."""
+        return statistics.mean(
+            e["exchange_s"] for mine in self.rounds for e in mine if e["step"] > SYNC_EVERY and e["committed"]
+        )
+
+    @property
     def loss(self) -> float:
         return statistics.mean(x for losses in self.losses for x in losses[-TAIL_STEPS:])
 
@@ -169,7 +177,9 @@ def island_environment(address: str, lighthouse: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, name: str, command: list[str], environment: dict[str, str]) -> Iterator[psutil.Popen]:
+def started(
+    folder: Path, name: str, command: list[str], environment: dict[str, str]
+) -> Iterator[psutil.Popen]:
     with (folder / f"{name}.log").open("w") as log:
         process = psutil.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -226,7 +236,11 @@ def execute(run: Run, folder: Path) -> Result:
                 )
             ),
         ]
-        trainer = [str(REPO / "benchmarks" / "torchft_island.py")] if run.arm == "torchft" else ["-m", "torchtitan_diloco.train"]
+        trainer = (
+            [str(REPO / "benchmarks" / "torchft_island.py")]
+            if run.arm == "torchft"
+            else ["-m", "torchtitan_diloco.train"]
+        )
         islands = [
             stack.enter_context(
                 started(
@@ -238,7 +252,9 @@ def execute(run: Run, folder: Path) -> Result:
             )
             for i in range(ISLANDS)
         ]
-        tails = [EventTail(folder / "outputs" / "wan" / f"island-{i}" / "events.jsonl") for i in range(ISLANDS)]
+        tails = [
+            EventTail(folder / "outputs" / "wan" / f"island-{i}" / "events.jsonl") for i in range(ISLANDS)
+        ]
         events: list[list[dict[str, Any]]] = [[] for _ in islands]
         meter = None
         while any(process.poll() is None for process in islands):
@@ -262,7 +278,7 @@ def execute(run: Run, folder: Path) -> Result:
 
 def summary(events: list[list[dict[str, Any]]], cpu: tuple[float, float]) -> Result:
     inner = [[e for e in seen if e["event"] == "inner"] for seen in events]
-    kept = ("round", "committed", "exchange_s", "stall_s", "bytes_sent", "tokens")
+    kept = ("step", "round", "committed", "exchange_s", "stall_s", "bytes_sent", "tokens")
     return Result(
         seconds=[[e["seconds"] for e in mine] for mine in inner],
         losses=[[e["loss"] for e in mine] for mine in inner],
@@ -341,44 +357,54 @@ def line(run: Run, result: Result) -> str:
 
 
 def report(arguments: argparse.Namespace, argv: Sequence[str], results: dict[Run, Result]) -> None:
-    import torch
-    import torchft
-    import torchtitan
-
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchtitan", "torchft"))
     print(f"\ncommand: {shlex.join(['python', 'benchmarks/wan.py', *argv])}")
-    print(f"machine: {machine()}")
-    print(f"torch {torch.__version__}, torchtitan {torchtitan.__version__}, torchft {torchft.__version__}")
+    print(f"machine: {machine()}; {versions}")
     print(
         f"link: {arguments.delay_ms:g} ms each way, queue {1000 * QUEUE_S:g} ms, TCP {congestion_control(arguments)}; "
         f"{arguments.steps} steps of {arguments.pace:g} s, H = {SYNC_EVERY}, {arguments.repeats} repeats"
     )
     for run, result in results.items():
         print(line(run, result))
+    print("\nmedian (lowest to highest):")
     for rate in arguments.rates:
-        limit = wire_limit_s(rate)
-        print(f"\n{rate:g} Mbit/s (wire limit of an fp32 exchange {limit:.2f} s)")
+        print(f"{rate:g} Mbit/s, on which an fp32 exchange takes {wire_limit_s(rate):.2f} s at least")
         for arm in arguments.arms:
-            mine = {run.repeat: r for run, r in results.items() if (run.arm, run.rate_mbit) == (arm, rate)}
-            stalls = [r.stall_s for r in mine.values()]
-            text = f"  {arm:10} {spread(stalls)} s stalled an exchange, utilisation {spread([100 * r.utilisation for r in mine.values()], 1)} %"
-            if arm != "streaming":
-                print(f"{text}, {statistics.median(stalls) / limit:.2f}x the wire limit")
-                continue
-            print(text)
-            free = {run.repeat: r for run, r in results.items() if (run.arm, run.rate_mbit) == (arm, 0.0)}
-            print(f"  {'':10} wall time over that with an unlimited link: {spread([r.wall_s / free[i].wall_s for i, r in mine.items()], 3)}")
-            plain = {run.repeat: r for run, r in results.items() if (run.arm, run.rate_mbit) == ("plain", rate)}
-            if plain:
-                print(f"  {'':10} final loss over plain's: {spread([r.loss / plain[i].loss for i, r in mine.items()], 4)}")
+            for figure, values in figures(arm, rate, results):
+                print(f"  {arm:10} {figure:45} {spread(values)}")
+
+
+def figures(arm: str, rate: float, results: dict[Run, Result]) -> Iterator[tuple[str, list[float]]]:
+    """What an arm showed at a rate: names, each with its values by repeat."""
+
+    def repeats(arm: str, rate: float) -> dict[int, Result]:
+        return {run.repeat: r for run, r in results.items() if (run.arm, run.rate_mbit) == (arm, rate)}
+
+    mine, limit = repeats(arm, rate), wire_limit_s(rate)
+    yield "s without training, an exchange", [r.stall_s for r in mine.values()]
+    yield "utilisation, %", [100 * r.utilisation for r in mine.values()]
+    if arm != "torchft":
+        yield "s from offer to outcome", [r.exchange_s for r in mine.values()]
+    if arm != "streaming":
+        yield "s without training, over the wire limit", [r.stall_s / limit for r in mine.values()]
+    if arm == "plain":
+        yield "s from offer to outcome, over the wire limit", [r.exchange_s / limit for r in mine.values()]
+    if arm == "streaming":
+        free, plain = repeats("streaming", 0.0), repeats("plain", rate)
+        yield (
+            "wall time, over that with an unlimited link",
+            [r.wall_s / free[i].wall_s for i, r in mine.items()],
+        )
+        if plain:
+            yield "final loss, over plain's", [r.loss / plain[i].loss for i, r in mine.items()]
 
 
 def congestion_control(arguments: argparse.Namespace) -> str:
     return arguments.congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median (lowest to highest)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):7.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.exchange.control import bind
+from torchtitan_diloco.exchange.groups import make_group_class
 from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.exchange.traffic import Traffic
 
-CHUNK = 1 << 20  # elements in one collective: small enough to be paced, large enough to hide its latency
+CHUNK = 1 << 20  # bytes in one collective: small enough to be paced, large enough to hide its latency
 AHEAD = 4  # collectives under way at once, so that the link does not idle for a round trip after each
 
 
@@ -24,13 +26,14 @@ class GlooBulk:
     race in gloo's rendezvous, and what a broken group has left there).
     """
 
-    def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
-        from torchft.process_group import AllgatherOptions, ProcessGroupGloo
+    def __init__(self, host: str, timeout_s: float, max_rate: float, traffic: Traffic) -> None:
+        from torchft.process_group import AllgatherOptions
 
-        self._group_class = ProcessGroupGloo
+        self._group_class = make_group_class(host, AHEAD + 1)
         self._options = AllgatherOptions
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
+        self._traffic = traffic
         self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
         self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
         # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
@@ -69,19 +72,27 @@ class GlooBulk:
             group.configure(prefix, f"island_{me.island}", members.index(me), len(members))
         gathered = [payload if m == me else torch.empty_like(payload) for m in members]
         scratch = torch.empty_like(payload[:CHUNK])
-        under_way: deque[Any] = deque()
+        under_way: deque[tuple[Any, int]] = deque()
+
+        def land() -> None:
+            work, size = under_way.popleft()
+            work.wait()
+            self._traffic.add(slot, received=size)
+
         for start in range(0, payload.numel(), CHUNK):
             mine = payload[start : start + CHUNK]
-            self._bucket.take(mine.nbytes * (len(members) - 1))
+            size = mine.nbytes * (len(members) - 1)
+            self._bucket.take(size)
+            self._traffic.add(slot, sent=size)
             parts = [
                 scratch[: mine.numel()] if m == me else g[start : start + CHUNK]
                 for m, g in zip(members, gathered, strict=True)
             ]
-            under_way.append(group.allgather([parts], [mine], self._options()))
+            under_way.append((group.allgather([parts], [mine], self._options()), size))
             if len(under_way) > AHEAD:
-                under_way.popleft().wait()
-        for work in under_way:
-            work.wait()
+                land()
+        while under_way:
+            land()
         if whole and self._latest[lane] == attempt:  # else given up long ago, and another has the lane
             self._kept[lane] = (slot, epoch, group)
         return {m.island: g for m, g in zip(members, gathered, strict=True)}
