@@ -24,10 +24,12 @@ from typing import Any
 
 socket.gethostname = lambda: os.environ["MASTER_ADDR"]  # torchft takes it as a default argument, at import
 
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
@@ -84,10 +86,10 @@ def upstream_config(words: Sequence[str]) -> PacedTrainer.Config:
     islands, exchange_s = ours.semi_sync.num_islands, ours.transport.exchange_timeout_s
     config = PacedTrainer.Config(**same_fields(Trainer.Config, ours))
     cpu.adapt_config(config, ours.written)
-    config.dataloader.num_islands, config.dataloader.island_id = (
-        1,
-        0,
-    )  # upstream divides batches by data-parallel rank
+    # One island to the loader: upstream divides batches by data-parallel rank, over all islands.
+    config.dataloader.num_islands, config.dataloader.island_id = 1, 0
+    # Upstream's fault-tolerant trainer never tells the chunked loss (the same, piece by piece) of the output layer.
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))
     config.optimizer = TorchFTOptimizersContainer.Config(
         **same_fields(TorchFTOptimizersContainer.Config, ours.optimizer)
     )

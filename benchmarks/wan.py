@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--rates", nargs="+", type=float, default=[100.0, 20.0], help="Mbit/s")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120, help="inner steps, a multiple of 20")
+    parser.add_argument("--steps", type=int, default=100, help="inner steps, a multiple of 20")
     parser.add_argument("--pace", type=float, default=0.6, help="seconds of an inner step")
     parser.add_argument("--delay-ms", type=float, default=25.0, help="of the link, one way")
     parser.add_argument("--overlap", type=int, default=2, help="tau of the streaming arm, in steps")
@@ -129,10 +129,11 @@ class Result:
 
     @property
     def exchange_s(self) -> float:
-        """From offering a slot to its outcome, without those of the first window; ours only."""
-        return statistics.mean(
-            e["exchange_s"] for mine in self.rounds for e in mine if e["step"] > SYNC_EVERY and e["committed"]
-        )
+        """From the later island's offer of a slot to its outcome, without the slots of the first window; ours only."""
+        slots: dict[int, list[float]] = {}
+        for event in (e for mine in self.rounds for e in mine if e["step"] > SYNC_EVERY and e["committed"]):
+            slots.setdefault(event["round"], []).append(event["exchange_s"])
+        return statistics.mean(min(both) for both in slots.values())
 
     @property
     def loss(self) -> float:

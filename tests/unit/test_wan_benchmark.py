@@ -22,7 +22,10 @@ def result(benchmark, exchange_s: float, losses: float = 5.0, step_s: float = 0.
     return benchmark.Result(
         seconds=[seconds, seconds],
         losses=[[9.0] * (len(seconds) - benchmark.TAIL_STEPS) + [losses] * benchmark.TAIL_STEPS] * 2,
-        rounds=[[{"step": 40, "committed": True, "exchange_s": 0.9 * exchange_s}]] * 2,
+        rounds=[
+            [{"step": 40, "round": 1, "committed": True, "exchange_s": 0.9 * exchange_s + late}]
+            for late in (0.0, 3.0)  # one island waits for the other
+        ],
         wall_s=sum(seconds),
         cpu=0.5,
         machine_cpu=0.5,
