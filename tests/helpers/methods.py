@@ -24,6 +24,7 @@ def method_of(
     island: int = 0,
     steps: int = 1000,
     incarnation: str = "first",
+    run_id: str = "run",
     dump: bool = False,
 ) -> DiLoCo:
     """Not joined yet. Its trace, and with ``dump`` its sends, go below ``folder/island-<id>``."""
@@ -36,7 +37,7 @@ def method_of(
             island=island,
             incarnation=incarnation,
             started=0.0,
-            run_id="run",
+            run_id=run_id,
             group=group,
             parameters=IslandParameters([model], group),
             trace=Trace(own, island, incarnation),
