@@ -23,6 +23,7 @@ def method_of(
     *,
     island: int = 0,
     steps: int = 1000,
+    sync_every: int | None = None,
     incarnation: str = "first",
     dump: bool = False,
 ) -> DiLoCo:
@@ -33,6 +34,7 @@ def method_of(
         Setup(
             config=config,
             steps=steps,
+            sync_every=sync_every,
             island=island,
             incarnation=incarnation,
             started=0.0,

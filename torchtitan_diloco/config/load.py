@@ -23,6 +23,7 @@ from torchtitan_diloco.config.reader import Reader
 from torchtitan_diloco.config.retired import RETIRED, SAME_AS
 from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.shared import OWN_KEY
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
 from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
@@ -198,7 +199,8 @@ class _Loader:
                 self.problems.add(layer.where.get(_COUNT), _COUNT, message)
         if _COUNT not in self.written.values and _COUNT not in self.command.values:
             self.written.put(_COUNT, count, self.islands[0].where)
-        for key in self.command.values:
+        in_tables = {own: key for key, own in OWN_KEY.items()}
+        for key in (in_tables.get(key, key) for key in self.command.values):
             beaten = [island for island in self.islands if key in island.layer.values]
             for island in beaten:
                 del island.layer.values[key]
@@ -207,6 +209,8 @@ class _Loader:
                 self.notes.append(f"{key}: the command line wins over the [[islands]] tables of island {ids}")
         for island in self.islands:
             island.table.settings = dict(island.layer.values)
+            for key in OWN_KEY.keys() & island.layer.values.keys():
+                island.layer.put(OWN_KEY[key], island.layer.values.pop(key), island.layer.where.get(key))
             island.layer.put(_ID, island.table.id, island.where)
             if island.table.name:
                 island.layer.put("island.name", island.table.name, island.layer.where.get("name"))

@@ -44,6 +44,8 @@ class IslandConfig:
     """Address that peers dial; "" = the local address that routes to the Lighthouse."""
     port: int = 0
     """Port for peers; 0 = a free one."""
+    own_sync_every: int | None = None
+    """Inner steps of this island in the time of `semi_sync.sync_every` of the run's (its own H); absent = as many."""
 
 
 @dataclass(kw_only=True, slots=True)

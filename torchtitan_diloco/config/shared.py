@@ -15,7 +15,6 @@ AGREED: dict[str, str] = {
     "data.seed": "the sample order is the run's",
     "debug.seed": "islands begin with the same weights",
     "transport.kind": "islands talk to one another through it",
-    "semi_sync.sync_every": "islands with a sync_every of their own are not supported yet",
     "semi_sync": "islands must agree on what is sent when and on how it is merged",
 }
 """Key or section -> why islands must agree on it; compared when an island joins."""
@@ -28,8 +27,13 @@ _NOT_BY_ISLAND: dict[str, str] = {
     "lighthouse.join_timeout_s": _ONE_LIGHTHOUSE,
     "island.id": _OF_THE_TABLE,
     "island.name": _OF_THE_TABLE,
+    "island.own_sync_every": "the [[islands]] table says it as semi_sync.sync_every",
     "islands": _OF_THE_RUN,
 }
+
+
+OWN_KEY: dict[str, str] = {"semi_sync.sync_every": "island.own_sync_every"}
+"""Key that an [[islands]] table may set although islands must agree on it -> where the island's own value goes."""
 
 
 def must_agree(key: str) -> bool:
@@ -39,6 +43,8 @@ def must_agree(key: str) -> bool:
 
 def why_shared(key: str) -> str | None:
     """Why an [[islands]] table cannot set this dotted key; None if it can."""
+    if key in OWN_KEY:
+        return None
     return _reason(AGREED, key) or _reason(_NOT_BY_ISLAND, key)
 
 

@@ -44,6 +44,7 @@ def test_the_contracted_sections_are_there() -> None:
         "island.name": "",
         "island.advertise": "",
         "island.port": 0,
+        "island.own_sync_every": None,
         "lighthouse.address": "",
         "lighthouse.heartbeat_interval_s": 0.5,
         "lighthouse.heartbeat_timeout_s": 5.0,
