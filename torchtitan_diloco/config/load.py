@@ -33,6 +33,7 @@ from torchtitan_diloco.errors import UserError
 __all__ = ["ConfigError", "Resolved", "agreement", "load_config", "take_config_file", "to_toml"]
 
 _ID, _COUNT = "island.id", "semi_sync.num_islands"
+_SOURCES, _SHARED = "data.sources", "data.shared"
 
 
 @dataclass(slots=True)
@@ -207,6 +208,7 @@ class _Loader:
             if beaten:
                 ids = ", ".join(str(island.table.id) for island in beaten)
                 self.notes.append(f"{key}: the command line wins over the [[islands]] tables of island {ids}")
+        self.settle_shared_data()
         for island in self.islands:
             island.table.settings = dict(island.layer.values)
             for key in OWN_KEY.keys() & island.layer.values.keys():
@@ -214,6 +216,25 @@ class _Loader:
             island.layer.put(_ID, island.table.id, island.where)
             if island.table.name:
                 island.layer.put("island.name", island.table.name, island.layer.where.get("name"))
+
+    def settle_shared_data(self) -> None:
+        """Islands that name different corpora are not held to the same ones, unless the file says so."""
+        if any(_SHARED in layer.values or _SHARED in layer.bad for layer in self.layers(None)):
+            return
+        first, *others = (self.paths(island) for island in self.islands)
+        for island, paths in zip(self.islands[1:], others, strict=True):
+            if paths != first:
+                self.written.put(_SHARED, False, island.layer.where.get(_SOURCES, island.where))
+                self.notes.append(
+                    f"{_SHARED} is false, since the [[islands]] name different {_SOURCES}: each reads its own; where these "
+                    f"are copies of the same corpora, {_SHARED} = true checks it"
+                )
+                return
+
+    def paths(self, island: Island) -> list[str]:
+        """Of an island's corpora."""
+        said = [layer.values[_SOURCES] for layer in self.layers(island) if _SOURCES in layer.values]
+        return sorted(source.path for source in said[-1]) if said else []
 
     def start_from_base(self) -> None:
         """Fill the lowest layer, and refuse a base or a model that TorchTitan does not have."""

@@ -27,7 +27,10 @@ class DataConfig:
     shards: int = 64
     """Into how many shards a source is cut for the whole run; islands share out shards, so at least as many as islands."""
     shared: bool = True
-    """Whether all islands read the same sources, which is checked when they join; false = each its own [[data.sources]]."""
+    """Whether all islands must hold the same corpora, which is checked when they join; false = each reads what it names.
+
+    Absent, it is false where the `path`s in the [[islands]] tables differ.
+    """
     sources: list[DataSource] = field(default_factory=list)
     """Corpora; none = TorchTitan's own loader with training.dataset."""
 

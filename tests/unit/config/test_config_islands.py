@@ -247,6 +247,43 @@ def test_every_key_is_an_islands_own_or_refused_with_the_reason(key: str, tmp_pa
         assert get(found.config, OWN_KEY.get(key, key)) == other
 
 
+SOURCE = '[[data.sources]]\npath = "a"\n[[islands]]\nid = 0\n[[islands]]\nid = 1\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "shared"),
+    [
+        ("", True),
+        ('[[islands.data.sources]]\npath = "b"', False),
+        ('[[islands.data.sources]]\npath = "a"\nweight = 3.0\npresent = "0-7"', True),
+        ('[[islands.data.sources]]\npath = "a"\n[[islands.data.sources]]\npath = "b"', False),
+    ],
+    ids=["none of its own", "another path", "the same path", "one more"],
+)
+def test_islands_that_name_different_corpora_do_not_share_data(
+    more: str, shared: bool, tmp_path: Path
+) -> None:
+    for island in ((), ("--island.id", "0"), ("--island.id", "1")):
+        resolved = load(tmp_path, SOURCE + more, *island)
+        assert resolved.config.data.shared is shared
+        assert resolved.origins["data.shared"] == ("default" if shared else f"{tmp_path}/run.toml:7")
+        said = [
+            note
+            for note in resolved.notes
+            if note.startswith("data.shared is false, since the [[islands]] name")
+        ]
+        assert bool(said) is not shared
+    for written in (True, False):
+        value = str(written).lower()
+        resolved = load(tmp_path, f"data.shared = {value}\n" + SOURCE + more)
+        assert resolved.config.data.shared is written and not any("data.shared" in n for n in resolved.notes)
+        assert load(tmp_path, SOURCE + more, "--data.shared", value).config.data.shared is written
+    one = '[{"path": "c"}]'
+    assert load(tmp_path, SOURCE + more, "--data.sources", one).config.data.shared, (
+        "the command line says one for all"
+    )
+
+
 def test_the_sync_every_of_the_run_is_checked_where_all_islands_have_their_own(tmp_path: Path) -> None:
     text = "[semi_sync]\nsync_every = 3\nfragments = 4\n[[islands]]\nid = 0\nsemi_sync.sync_every = 8"
     (found,) = problems(tmp_path, text)
