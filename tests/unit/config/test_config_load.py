@@ -196,7 +196,11 @@ def test_a_trainer_takes_its_file_from_the_command_line() -> None:
             "[semi_sync]\nsync_every = 99999",
             "semi_sync.sync_every (99999) is more than training.steps (10000)",
         ),
-        ("[training]\ndataset = 'c4'\n[[data.sources]]\npath = 'x'", "training.dataset and"),
+        ("[training]\ndataset = 'c4'\n[[data.sources]]\npath = 'x'", "training.dataset: not used, because"),
+        (
+            "[training.dataloader]\nnum_workers = 1\nprefetch_factor = 2\n[[data.sources]]\npath = 'x'",
+            "training.dataloader.num_workers and training.dataloader.prefetch_factor: not used, because",
+        ),
         ("", "checkpoint.enable = false"),
         (
             "[checkpoint]\nenable = true\nlast_save_model_only = true",
