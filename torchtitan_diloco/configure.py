@@ -31,7 +31,7 @@ def trainer_config(resolved: Resolved) -> Any:
     if config.data.sources:
         folder = tokenizer_folder(config.model.hf_assets_path)
         digests = [source_digest(s, folder, config.training.seq_len) for s in config.data.sources]
-        shared["data.shards"], shared["data.shared"] = config.data.shards, config.data.shared
+        shared["data.shared"] = config.data.shared
         shared["data manifest"] = sorted(digests) if config.data.shared else []
         replaced["dataloader"] = CorpusDataLoader.Config(
             sources=config.data.sources,

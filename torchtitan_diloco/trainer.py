@@ -65,9 +65,11 @@ class DiLoCoTrainer(Trainer):
         sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
         self.tokens_per_step = self.gradient_accumulation_steps * sequences * training.seq_len
         self.metrics_processor.trace = self.trace
-        self.metrics_processor.last_step = training.steps
         self.metrics_processor.tokens_per_step = self.tokens_per_step
         self.method = semi_sync.make_method(self._setup(folder))
+        # The schedule is built, for the run's steps; from here on the loop counts the island's.
+        training.steps = self.method.last_step() or training.steps
+        self.metrics_processor.last_step = training.steps
         if isinstance(self.checkpointer, IslandCheckpointManager):
             self.checkpointer.outer_state = self.method.state
             self.checkpointer.saved = self._trace_checkpoint
@@ -86,6 +88,7 @@ class DiLoCoTrainer(Trainer):
             trace=self.trace,
             drain=self.drain,
             make_transport=partial(make_transport, config.island, config.lighthouse, config.transport),
+            sync_every=config.island.own_sync_every,
             settings=config.agreement,
             feed=self.dataloader if isinstance(self.dataloader, CorpusDataLoader) else None,
             ledger=Ledger(folder, config.island.id) if self._keeps_ledger() else None,
@@ -101,7 +104,7 @@ class DiLoCoTrainer(Trainer):
             self._restore(self.checkpointer)
         last = self.step >= self.config.training.steps and not self.method.complete()
         try:
-            self._set_progress(self.method.join(self.step))
+            self._go_on(self.method.join(self.step))
             if last:  # only an exchange was left to do: its result belongs into the checkpoint
                 self.checkpointer.save(self.step, last_step=True)
         except Resumable as stopped:
@@ -126,7 +129,7 @@ class DiLoCoTrainer(Trainer):
         if rest > 0:
             time.sleep(rest)
         try:
-            self._set_progress(self.method.after_inner_step(self.step, self.tokens_per_step))
+            self._go_on(self.method.after_inner_step(self.step, self.tokens_per_step))
         except Resumable as stopped:
             self.drain.request(str(stopped))
         self.metrics_processor.end_step(time.monotonic() - began)
@@ -150,19 +153,16 @@ class DiLoCoTrainer(Trainer):
     # ---- their parts -----------------------------------------------------------------------------------------------
 
     def _keeps_ledger(self) -> bool:
-        return (
-            self.group.is_gateway
-            and isinstance(self.dataloader, CorpusDataLoader)
-            and self.config.semi_sync.method != "none"
-        )
+        one_history = self.config.semi_sync.method != "none" or self.config.semi_sync.num_islands == 1
+        return self.group.is_gateway and isinstance(self.dataloader, CorpusDataLoader) and one_history
 
-    def _set_progress(self, step: int) -> None:
-        """Go on at ``step`` of run progress: step count and learning rate are the run's, not this island's own."""
-        if step == self.step:
+    def _go_on(self, step: int) -> None:
+        """Go on after ``step``; the learning rate is that of the run's progress, not of this island's own steps."""
+        if step == self.step and self.config.island.own_sync_every is None:
             return
         self.step: int = step
         self.trace.step = step
-        move_schedule(self.lr_schedulers, step)
+        move_schedule(self.lr_schedulers, self.method.progress(step))
 
     def _restore(self, checkpointer: IslandCheckpointManager) -> None:
         saved = checkpointer.load_outer(self.step, tensors=self.group.is_gateway)

@@ -23,6 +23,7 @@ def method_of(
     *,
     island: int = 0,
     steps: int = 1000,
+    sync_every: int | None = None,
     incarnation: str = "first",
     run_id: str = "run",
     dump: bool = False,
@@ -34,6 +35,7 @@ def method_of(
         Setup(
             config=config,
             steps=steps,
+            sync_every=sync_every,
             island=island,
             incarnation=incarnation,
             started=0.0,

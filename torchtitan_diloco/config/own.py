@@ -27,7 +27,10 @@ class DataConfig:
     shards: int = 64
     """Into how many shards a source is cut for the whole run; islands share out shards, so at least as many as islands."""
     shared: bool = True
-    """Whether all islands read the same sources, which is checked when they join; false = each its own [[data.sources]]."""
+    """Whether all islands must hold the same corpora, which is checked when they join; false = each reads what it names.
+
+    Absent, it is false where the `path`s in the [[islands]] tables differ.
+    """
     sources: list[DataSource] = field(default_factory=list)
     """Corpora; none = TorchTitan's own loader with training.dataset."""
 
@@ -44,6 +47,8 @@ class IslandConfig:
     """Address that peers dial; "" = the local address that routes to the Lighthouse."""
     port: int = 0
     """Port for peers; 0 = a free one."""
+    own_sync_every: int | None = None
+    """Inner steps of this island in the time of `semi_sync.sync_every` of the run's (its own H); absent = as many."""
 
 
 @dataclass(kw_only=True, slots=True)

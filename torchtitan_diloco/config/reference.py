@@ -58,6 +58,11 @@ id = 1
 parallelism.tensor_parallel_degree = 4
 ```
 
+`semi_sync.sync_every` in a table is the number of inner steps that this island makes in the time of the run's
+`sync_every`: a faster island gets a larger one. All islands send the same slots and end with the same last one.
+`training.steps` and the `lr_scheduler` section count the run's progress, in which a window has the run's `sync_every` steps;
+`checkpoint.interval`, `metrics.log_freq`, `semi_sync.overlap` and the step numbers in logs and events count the island's own.
+
 `torchtitan-diloco run` starts `nodes` x `ranks` processes for each (1 where `ranks` is absent). A trainer that is started
 by hand needs `--island.id N`.
 """

@@ -81,6 +81,17 @@ RULES: tuple[Rule, ...] = (
         "({0}) must be less than semi_sync.sync_every ({1}): a fragment is applied before it is sent again",
     ),
     _rule(
+        "island.own_sync_every semi_sync.fragments semi_sync.module_fqns_per_fragment",
+        lambda own, fragments, lists: own is None or own >= (fragments if lists is None else len(lists)),
+        "({0}) must be at least the number of fragments, each of which is sent once in it: raise it or lower "
+        "semi_sync.fragments",
+    ),
+    _rule(
+        "island.own_sync_every semi_sync.overlap",
+        lambda own, overlap: own is None or overlap < own,
+        "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
+    ),
+    _rule(
         "lr_scheduler.total_steps training.steps",
         lambda total, steps: total is None or total >= steps,
         "({0}) is less than training.steps ({1}): the learning rate would fall below its end value after step {0}; "

@@ -13,9 +13,9 @@ AGREED: dict[str, str] = {
     "training.steps": "all islands end at the same last slot",
     "training.dtype": _PARAMETERS,
     "data.seed": "the sample order is the run's",
+    "data.shards": "islands share out the shards of the run",
     "debug.seed": "islands begin with the same weights",
     "transport.kind": "islands talk to one another through it",
-    "semi_sync.sync_every": "islands with a sync_every of their own are not supported yet",
     "semi_sync": "islands must agree on what is sent when and on how it is merged",
 }
 """Key or section -> why islands must agree on it; compared when an island joins."""
@@ -24,12 +24,18 @@ _NOT_BY_ISLAND: dict[str, str] = {
     "job.base": _PARAMETERS,
     "job.name": _OF_THE_RUN,
     "job.description": _OF_THE_RUN,
+    "data.shared": _OF_THE_RUN,
     "lighthouse.heartbeat_timeout_s": _ONE_LIGHTHOUSE,
     "lighthouse.join_timeout_s": _ONE_LIGHTHOUSE,
     "island.id": _OF_THE_TABLE,
     "island.name": _OF_THE_TABLE,
+    "island.own_sync_every": "the [[islands]] table says it as semi_sync.sync_every",
     "islands": _OF_THE_RUN,
 }
+
+
+OWN_KEY: dict[str, str] = {"semi_sync.sync_every": "island.own_sync_every"}
+"""Key that an [[islands]] table may set although islands must agree on it -> where the island's own value goes."""
 
 
 def must_agree(key: str) -> bool:
@@ -39,6 +45,8 @@ def must_agree(key: str) -> bool:
 
 def why_shared(key: str) -> str | None:
     """Why an [[islands]] table cannot set this dotted key; None if it can."""
+    if key in OWN_KEY:
+        return None
     return _reason(AGREED, key) or _reason(_NOT_BY_ISLAND, key)
 
 

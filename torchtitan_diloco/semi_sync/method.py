@@ -23,7 +23,8 @@ from torchtitan_diloco.semi_sync.share import SampleFeed
 class Setup:
     """Everything a method works with, on each rank of the island.
 
-    make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of the run.
+    make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of run progress.
+    sync_every: the island's own, in place of the run's.
     settings: what all islands must agree on. feed: the data loader, if it accounts for its samples. ledger: on the gateway,
     where that account is written.
     """
@@ -39,6 +40,7 @@ class Setup:
     trace: Trace
     drain: DrainFlag
     make_transport: Callable[..., Transport]
+    sync_every: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     feed: SampleFeed | None = None
     ledger: Ledger | None = None
@@ -46,7 +48,10 @@ class Setup:
 
 
 class SemiSync(ABC):
-    """A method. Every call is made on all ranks of the island together, at the same inner step."""
+    """A method. Every call is made on all ranks of the island together, at the same inner step.
+
+    Steps are those of the island, numbered through the run, unless called run progress.
+    """
 
     @abstractmethod
     def __init__(self, setup: Setup) -> None: ...
@@ -55,15 +60,23 @@ class SemiSync(ABC):
     def join(self, step: int) -> int:
         """Enter the run, before the first inner step. ``step``: where this island's own state stands.
 
-        Returns the step of run progress to go on from. Raises UserError or Resumable.
+        Returns the step to go on from. Raises UserError or Resumable.
         """
 
     @abstractmethod
     def after_inner_step(self, step: int, tokens: int) -> int:
         """An inner step of the island, with ``tokens`` tokens, has brought it to ``step``.
 
-        Returns the step to go on from: ``step``, or another island's when this one had fallen behind and healed.
+        Returns the step to go on from: ``step``, or where another island stands when this one had fallen behind and healed.
         """
+
+    def progress(self, step: int) -> int:
+        """Run progress at a step of this island."""
+        return step
+
+    def last_step(self) -> int | None:
+        """The step of this island at which the run ends; None where that is the run's own number of steps."""
+        return None
 
     def pause(self) -> None:  # noqa: B027 - most methods have nothing under way between inner steps
         """Settle whatever is under way, since the island is about to save and stop."""

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.observe.reading import anchor_agreement
+from torchtitan_diloco.outer.slots import own_steps
 from torchtitan_diloco.process import adopt_orphans
 
 
@@ -164,7 +165,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
 
     islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
     header = f"run folder {folder} | Lighthouse {address or 'none'}"
-    with View(console, islands, header=header, steps=config.training.steps) as view:
+    with View(console, islands, header=header, steps=_last_steps(config, request.ranks)) as view:
 
         def each_tick() -> None:
             if lighthouse is not None and (news := lighthouse.keep_alive()):
@@ -194,6 +195,14 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             # An island that knows its end gives the reason, and the reason is the user's to put right.
             raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
+
+
+def _last_steps(config: RunConfig, ranks: Mapping[int, int]) -> dict[int, int]:
+    """Of each island, inner steps of its own in the whole run."""
+    steps, every = config.training.steps, config.semi_sync.sync_every
+    if config.semi_sync.method == "none":
+        return dict.fromkeys(ranks, steps)
+    return {i: own_steps(steps, every, for_island(config, i).island.own_sync_every) for i in ranks}
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
