@@ -50,8 +50,8 @@ class Weights:
     def __init__(self) -> None:
         self.local = torch.zeros(2)
 
-    def snapshot(self, fragment: Fragment) -> torch.Tensor:
-        return self.local.clone()
+    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.local.clone() if out is None else out.copy_(self.local)
 
     def scatter(self, fragment: Fragment, flat: torch.Tensor | None, alpha: float = 0.0) -> None:
         assert flat is not None and alpha == 0.0
