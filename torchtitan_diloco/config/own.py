@@ -130,7 +130,7 @@ class CodecConfig:
     wire: str = "fp32"
     """Registered codec: "fp32", "bf16", "int8", "int4", "fp4_e3m0" or "topk"."""
     error_feedback: bool = False
-    """Add what the codec lost in one slot to the delta of the next."""
+    """Add what the codec lost in one slot to the delta of the next; beyond four islands, to the merged delta as well."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Stochastic rounding is unbiased; its noise is a function of run, slot, fragment and island."""
     block: int | None = None
@@ -158,7 +158,7 @@ class SemiSyncConfig:
     mix_alpha: float = 0.0
     """Share of the local parameters that stays when a result is applied; 0 = the new anchor replaces them."""
     num_islands: int = 1
-    """How many islands found the run."""
+    """How many islands found the run; with more than four, each merges a slice of every fragment for all."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """Outer optimizer."""
     merge: MergeConfig = field(default_factory=MergeConfig)
