@@ -15,6 +15,23 @@ CHUNK = 1 << 20  # elements in one collective: small enough to be paced, large e
 AHEAD = 4  # collectives under way at once, so that the link does not idle for a round trip after each
 
 
+def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, str]:
+    """A store that listens on ``host`` alone, for as long as it is held, and its address. port: 0 for a free one."""
+    # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
+    listener = bind(host, port)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timeout,
+        use_libuv=False,
+    )
+    return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class GlooBulk:
     """All-gathers one flat buffer among the members of an attempt.
 
@@ -33,19 +50,7 @@ class GlooBulk:
         self._bucket = TokenBucket(max_rate)
         self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
         self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
-        # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
-        listener = bind(host, 0)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=self._timeout,
-            use_libuv=False,
-        )
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._store, self.address = serve_store(host, 0, self._timeout)
 
     def gather(
         self, me: Member, attempt: tuple[int, str], lane: int, members: tuple[Member, ...], whole: bool,

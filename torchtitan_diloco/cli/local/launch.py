@@ -135,7 +135,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
     elif not address:
         lighthouse = LocalLighthouse(
             folder,
-            join_timeout_s=config.lighthouse.join_timeout_s,
+            join_timeout_s=join_timeout_s(config),
             heartbeat_timeout_s=config.lighthouse.heartbeat_timeout_s,
         )
         address = lighthouse.address
@@ -194,6 +194,14 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             # An island that knows its end gives the reason, and the reason is the user's to put right.
             raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
+
+
+def join_timeout_s(config: RunConfig) -> float:
+    """How long a quorum waits for an island that beats and has not asked."""
+    if config.semi_sync.method != "sync":
+        return config.lighthouse.join_timeout_s
+    # It is in its inner step, in which the others would wait for it anyway; without it they would leave it behind.
+    return max(config.lighthouse.join_timeout_s, config.transport.exchange_timeout_s)
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
