@@ -23,7 +23,7 @@ from torchtitan_diloco.config.reader import Reader
 from torchtitan_diloco.config.retired import RETIRED, SAME_AS
 from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
-from torchtitan_diloco.config.shared import OWN_KEY
+from torchtitan_diloco.config.shared import OWN_KEY, must_agree_in_lockstep
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
 from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
@@ -264,6 +264,26 @@ class _Loader:
         for (key, where, message), ids in found.items():
             some = f" (island {', '.join(map(str, ids))})" if len(ids) < len(self.islands) else ""
             self.problems.add(where, key, message + some)
+        self.check_lockstep()
+
+    def check_lockstep(self) -> None:
+        """With method sync, islands must be alike in more than in what their tables could not say anyway."""
+        if not self.islands or self.config(self.layers(None)).semi_sync.method != "sync":
+            return
+        first, *others = self.islands
+        base = self.config(self.layers(first))
+        for island in others:
+            layers = self.layers(island)
+            view = self.config(layers)
+            pairs = [(key, get(view, key), get(base, key)) for key in keys() if must_agree_in_lockstep(key)]
+            for key, here, there in [*pairs, (WORLD, island.world(), first.world())]:
+                if here != there:
+                    self.problems.add(
+                        island.where if key == WORLD else place(key, layers[1:]),
+                        key,
+                        f"({here} on island {island.table.id}, {there} on island {first.table.id}) must be the same on all "
+                        'islands with semi_sync.method = "sync"',
+                    )
 
     def broken(self, island: Island | None) -> Iterator[tuple[str, int | str | None, str]]:
         layers = self.layers(island)

@@ -50,7 +50,20 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
                 f'job.base = "{c.job.base}" is of another model (see {", ".join(changed or ["model.converters"])}): its '
                 "attention, conversions and loss are not used, its other settings are"
             )
-    if c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
+    if c.semi_sync.method == "sync":
+        if any(
+            not origin.startswith(DEFAULT)
+            for k, origin in origins.items()
+            if k.startswith("semi_sync.outer.")
+        ):
+            found.append(
+                'semi_sync.method = "sync": [semi_sync.outer] is not used, there is no outer optimizer'
+            )
+        if not c.training.disable_cuda_graphs:
+            found.append(
+                'semi_sync.method = "sync": CUDA graphs are off, as if training.disable_cuda_graphs were true'
+            )
+    elif c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
         found.append(
             f"semi_sync.sync_every ({c.semi_sync.sync_every}) is more than training.steps ({c.training.steps}): "
             "the islands never exchange anything"

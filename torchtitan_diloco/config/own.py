@@ -80,7 +80,8 @@ class LighthouseConfig:
     heartbeat_timeout_s: float = 5.0
     """Silence after which the Lighthouse counts an island as gone."""
     join_timeout_s: float = 1.0
-    """How long a quorum waits for islands that beat but have not asked."""
+    """How long a quorum waits for islands that beat but have not asked; with method "sync", `run` takes at least
+    transport.exchange_timeout_s."""
     quorum_interval_s: float = 0.2
     """Time between two quorum requests of an island."""
     patience_s: float = 600.0
@@ -144,9 +145,10 @@ class SemiSyncConfig:
     """[semi_sync]"""
 
     method: str = "diloco"
-    """Registered method, for instance "none" (plain TorchTitan), "local_sgd", "diloco"."""
+    """Registered method, for instance "none" (plain TorchTitan), "sync" (gradients are averaged in every step), "local_sgd",
+    "diloco"."""
     sync_every: int = 100
-    """Inner steps between two sends of one fragment (H)."""
+    """Inner steps between two sends of one fragment (H); with method "sync" the steps that one `round` event sums up."""
     fragments: int = 1
     """Parts of the model that are exchanged one after the other (P)."""
     fragment_by: Literal["tensor", "layer", "sequential"] = "tensor"

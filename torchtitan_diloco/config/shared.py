@@ -20,6 +20,22 @@ AGREED: dict[str, str] = {
 }
 """Key or section -> why islands must agree on it; compared when an island joins."""
 
+_UPDATE = "every island makes the same optimizer step"
+_SHARDS = "rank r of every island holds the same shards"
+
+LOCKSTEP: dict[str, str] = {
+    "parallelism": _SHARDS,
+    "training.enable_cpu_offload": _SHARDS,
+    "training.mixed_precision_param": "gradients travel in one precision",
+    "training.mixed_precision_reduce": "gradients travel in one precision",
+    "training.local_batch_size": "each island counts for as much as any other",
+    "training.global_batch_size": "each island counts for as much as any other",
+    "training.max_norm": _UPDATE,
+    "optimizer": _UPDATE,
+    "lr_scheduler": _UPDATE,
+}
+"""Key or section -> why islands that train in lock step (``semi_sync.method = "sync"``) must agree on it as well."""
+
 _NOT_BY_ISLAND: dict[str, str] = {
     "job.base": _PARAMETERS,
     "job.name": _OF_THE_RUN,
@@ -41,6 +57,11 @@ OWN_KEY: dict[str, str] = {"semi_sync.sync_every": "island.own_sync_every"}
 def must_agree(key: str) -> bool:
     """Whether an island that has another value for this dotted key cannot join the run."""
     return _reason(AGREED, key) is not None
+
+
+def must_agree_in_lockstep(key: str) -> bool:
+    """The same for a run with ``semi_sync.method = "sync"``, where more must be equal."""
+    return must_agree(key) or _reason(LOCKSTEP, key) is not None
 
 
 def why_shared(key: str) -> str | None:

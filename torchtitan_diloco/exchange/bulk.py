@@ -21,6 +21,23 @@ AHEAD = (
 )
 
 
+def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, str]:
+    """A store that listens on ``host`` alone, for as long as it is held, and its address. port: 0 for a free one."""
+    # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
+    listener = bind(host, port)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timeout,
+        use_libuv=False,
+    )
+    return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class GlooBulk:
     """Lets the members of an attempt send each of the others a part: of an all-gather, or slices and what becomes of them.
 
@@ -42,19 +59,7 @@ class GlooBulk:
             int, tuple[tuple[int, str], Any]
         ] = {}  # lane -> attempt that has a stage to come, group
         self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
-        # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
-        listener = bind(host, 0)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=self._timeout,
-            use_libuv=False,
-        )
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._store, self.address = serve_store(host, 0, self._timeout)
 
     def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:
         """What every member sends this island, by island.

@@ -11,10 +11,12 @@ import torch
 from torchtitan_diloco.config.own import SemiSyncConfig
 from torchtitan_diloco.data.ledger import Ledger
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.lockstep import Lockstep
 from torchtitan_diloco.exchange.transport import Transport
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters
+from torchtitan_diloco.island.replica import Replica
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.semi_sync.share import SampleFeed
 
@@ -26,7 +28,8 @@ class Setup:
     make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of run progress.
     sync_every: the island's own, in place of the run's.
     settings: what all islands must agree on. feed: the data loader, if it accounts for its samples. ledger: on the gateway,
-    where that account is written.
+    where that account is written. make_lockstep: builds this rank's link to the others for a method that acts within inner
+    steps, on the training state that ``replica`` is.
     """
 
     config: SemiSyncConfig
@@ -45,6 +48,12 @@ class Setup:
     feed: SampleFeed | None = None
     ledger: Ledger | None = None
     dump_sends: Path | None = None
+    make_lockstep: Callable[[IslandGroup], Lockstep] | None = None
+    replica: Replica | None = None
+
+
+class Discarded(Exception):
+    """The inner step under way is not to be taken; its gradients are of no use. Raised on all ranks of the island."""
 
 
 class SemiSync(ABC):
@@ -62,6 +71,18 @@ class SemiSync(ABC):
 
         Returns the step to go on from. Raises UserError or Resumable.
         """
+
+    def inner_step(self, step: int, train: Callable[[int], None]) -> int:
+        """Make the inner step that leads to ``step``: call ``train(step)``, again after it raised ``Discarded``.
+
+        Returns the step that was made; another one where another island's state was taken first, and none at all where that
+        is the run's last. Raises UserError or Resumable.
+        """
+        train(step)
+        return step
+
+    def after_backward(self) -> None:  # noqa: B027 - most methods leave gradients alone
+        """A backward pass is done (of several, with gradient accumulation); nothing has used the gradients yet."""
 
     @abstractmethod
     def after_inner_step(self, step: int, tokens: int) -> int:

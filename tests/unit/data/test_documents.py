@@ -43,7 +43,11 @@ def test_jsonl_documents_are_one_a_line_and_may_hold_blank_lines(tmp_path: Path)
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: text that is not Unicode"),
         ("a.txt.gz", b"plain text", "a.txt.gz:1: damaged gzip file"),
         ("a.txt.gz", gzip.compress(b"x\n" * 90, mtime=0)[:-9], "damaged gzip file"),
-        ("a.txt.gz", gzip.compress(bytes(range(65, 91)) * 9, mtime=0)[:20] + b"\xff" * 30, "damaged gzip file"),
+        (
+            "a.txt.gz",
+            gzip.compress(bytes(range(65, 91)) * 9, mtime=0)[:20] + b"\xff" * 30,
+            "damaged gzip file",
+        ),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(

@@ -136,7 +136,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
     elif not address:
         lighthouse = LocalLighthouse(
             folder,
-            join_timeout_s=config.lighthouse.join_timeout_s,
+            join_timeout_s=join_timeout_s(config),
             heartbeat_timeout_s=config.lighthouse.heartbeat_timeout_s,
         )
         address = lighthouse.address
@@ -203,6 +203,14 @@ def _last_steps(config: RunConfig, ranks: Mapping[int, int]) -> dict[int, int]:
     if config.semi_sync.method == "none":
         return dict.fromkeys(ranks, steps)
     return {i: own_steps(steps, every, for_island(config, i).island.own_sync_every) for i in ranks}
+
+
+def join_timeout_s(config: RunConfig) -> float:
+    """How long a quorum waits for an island that beats and has not asked."""
+    if config.semi_sync.method != "sync":
+        return config.lighthouse.join_timeout_s
+    # It is in its inner step, in which the others would wait for it anyway; without it they would leave it behind.
+    return max(config.lighthouse.join_timeout_s, config.transport.exchange_timeout_s)
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
