@@ -30,5 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tier not in TIERS:
             raise pytest.UsageError(f"{item.path}: tests live in one of {sorted(TIERS)} below tests/")
         item.add_marker(tier)
+        if (
+            item.get_closest_marker("xdist_group") is None
+        ):  # a file's tests share its runs: one process does them all
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(root))))
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIERS[tier]))

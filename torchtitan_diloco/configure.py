@@ -15,7 +15,7 @@ def trainer_config(resolved: Resolved) -> Any:
     """
     cpu.install()
     from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
-    from torchtitan_diloco.config.agreement import agreement
+    from torchtitan_diloco.config.agreement import agreement, lockstep_agreement
     from torchtitan_diloco.config.model import run_model
     from torchtitan_diloco.config.tokenizer import tokenizer_folder
     from torchtitan_diloco.config.translate import trainer_config as translate
@@ -26,12 +26,17 @@ def trainer_config(resolved: Resolved) -> Any:
 
     config = resolved.config
     shared = agreement(config)
+    if config.semi_sync.method == "sync":
+        shared |= lockstep_agreement(config)
+        config.training.disable_cuda_graphs = (
+            True  # a captured backward pass would not call FSDP's hooks again
+        )
     spec = run_model(config)
     replaced: dict[str, Any] = {"model_spec": spec}
     if config.data.sources:
         folder = tokenizer_folder(config.model.hf_assets_path)
         digests = [source_digest(s, folder, config.training.seq_len) for s in config.data.sources]
-        shared["data.shards"], shared["data.shared"] = config.data.shards, config.data.shared
+        shared["data.shared"] = config.data.shared
         shared["data manifest"] = sorted(digests) if config.data.shared else []
         replaced["dataloader"] = CorpusDataLoader.Config(
             sources=config.data.sources,

@@ -1,7 +1,7 @@
 """TorchTitan's trainer with a semi-synchronous method beside it.
 
 Everything that trains is TorchTitan's. This class adds five things at its hooks: it joins the run between loading a
-checkpoint and the first inner step, tells the method of every inner step, stops between inner steps when asked to, paces
+checkpoint and the first inner step, lets the method lead every inner step, stops between inner steps when asked to, paces
 steps for honest measurement, and keeps the trace.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchtitan.trainer import Trainer
@@ -20,15 +21,17 @@ from torchtitan_diloco import cpu, semi_sync
 from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager
 from torchtitan_diloco.data.ledger import Ledger
 from torchtitan_diloco.data.loader import CorpusDataLoader
-from torchtitan_diloco.errors import Resumable, UserError
+from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange import make_transport
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.metrics import IslandMetrics
 from torchtitan_diloco.island.parameters import IslandParameters
+from torchtitan_diloco.island.replica import Replica
 from torchtitan_diloco.island.schedule import move_schedule
 from torchtitan_diloco.island.settings import IslandTrainerConfig
 from torchtitan_diloco.observe.events import INCARNATION, Trace
+from torchtitan_diloco.semi_sync.lockstep import open_lockstep
 
 RUN_ID = "TORCHTITAN_DILOCO_RUN_ID"
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -46,6 +49,8 @@ class DiLoCoTrainer(Trainer):
 
     config: Config
     metrics_processor: IslandMetrics
+    step: int
+    ntokens_seen: int
 
     def __init__(self, config: Config) -> None:
         self.started = time.time()
@@ -65,15 +70,21 @@ class DiLoCoTrainer(Trainer):
         sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
         self.tokens_per_step = self.gradient_accumulation_steps * sequences * training.seq_len
         self.metrics_processor.trace = self.trace
-        self.metrics_processor.last_step = training.steps
         self.metrics_processor.tokens_per_step = self.tokens_per_step
         self.method = semi_sync.make_method(self._setup(folder))
+        # The schedule is built, for the run's steps; from here on the loop counts the island's.
+        training.steps = self.method.last_step() or training.steps
+        self.metrics_processor.last_step = training.steps
         if isinstance(self.checkpointer, IslandCheckpointManager):
             self.checkpointer.outer_state = self.method.state
             self.checkpointer.saved = self._trace_checkpoint
 
     def _setup(self, folder: Path) -> semi_sync.Setup:
         config = self.config
+        network = config.island, config.lighthouse, config.transport
+        feed = self.dataloader if isinstance(self.dataloader, CorpusDataLoader) else None
+        one_history = config.semi_sync.method != "none" or config.semi_sync.num_islands == 1
+        keeps_ledger = feed is not None and self.group.is_gateway and one_history
         return semi_sync.Setup(
             config=config.semi_sync,
             steps=config.training.steps,
@@ -85,11 +96,14 @@ class DiLoCoTrainer(Trainer):
             parameters=IslandParameters(self.model_parts, self.group),
             trace=self.trace,
             drain=self.drain,
-            make_transport=partial(make_transport, config.island, config.lighthouse, config.transport),
+            make_transport=partial(make_transport, *network),
+            sync_every=config.island.own_sync_every,
             settings=config.agreement,
-            feed=self.dataloader if isinstance(self.dataloader, CorpusDataLoader) else None,
-            ledger=Ledger(folder, config.island.id) if self._keeps_ledger() else None,
+            feed=feed,
+            ledger=Ledger(folder, config.island.id) if keeps_ledger else None,
             dump_sends=folder / "sends" if config.dump_sends else None,
+            make_lockstep=partial(open_lockstep, *network),
+            replica=Replica(self.model_parts, self.optimizers.optimizers, self.gradient_accumulation_steps),
         )
 
     # ---- TorchTitan's hooks ----------------------------------------------------------------------------------------
@@ -98,10 +112,11 @@ class DiLoCoTrainer(Trainer):
         """Called once, after the checkpoint is loaded and before the first step: the place to enter the run."""
         self.trace.step = self.step
         if isinstance(self.checkpointer, IslandCheckpointManager) and self.step > 0:
-            self._restore(self.checkpointer)
+            required = self.config.semi_sync.method != "none"
+            self.checkpointer.restore_outer(self.step, self.method.restore, self.group.is_gateway, required)
         last = self.step >= self.config.training.steps and not self.method.complete()
         try:
-            self._set_progress(self.method.join(self.step))
+            self._go_on(self.method.join(self.step))
             if last:  # only an exchange was left to do: its result belongs into the checkpoint
                 self.checkpointer.save(self.step, last_step=True)
         except Resumable as stopped:
@@ -110,26 +125,27 @@ class DiLoCoTrainer(Trainer):
         return super().batch_generator(data_iterable)
 
     def should_continue_training(self) -> bool:
-        if (
-            not self.drained
-            and self.step < self.config.training.steps
-            and self.group.any(self.drain.is_set())
-        ):
+        unfinished = not self.drained and self.step < self.config.training.steps
+        if unfinished and self.group.any(self.drain.is_set()):
             self._stop_early()
         return not self.drained and super().should_continue_training()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         began = time.monotonic()
         self.trace.step = self.step
-        super().train_step(data_iterator)
-        rest = began + self.config.pace_step_seconds - time.monotonic()
-        if rest > 0:
+        self._go_on(self.method.inner_step(self.step, partial(self._attempt, data_iterator)))
+        if (rest := began + self.config.pace_step_seconds - time.monotonic()) > 0:
             time.sleep(rest)
         try:
-            self._set_progress(self.method.after_inner_step(self.step, self.tokens_per_step))
+            self._go_on(self.method.after_inner_step(self.step, self.tokens_per_step))
         except Resumable as stopped:
             self.drain.request(str(stopped))
         self.metrics_processor.end_step(time.monotonic() - began)
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().forward_backward_step(**batch)
+        self.method.after_backward()
+        return loss
 
     def train(self) -> None:
         super().train()
@@ -149,36 +165,23 @@ class DiLoCoTrainer(Trainer):
 
     # ---- their parts -----------------------------------------------------------------------------------------------
 
-    def _keeps_ledger(self) -> bool:
-        return (
-            self.group.is_gateway
-            and isinstance(self.dataloader, CorpusDataLoader)
-            and self.config.semi_sync.method != "none"
-        )
-
-    def _set_progress(self, step: int) -> None:
-        """Go on at ``step`` of run progress: step count and learning rate are the run's, not this island's own."""
-        if step == self.step:
-            return
-        self.step: int = step
-        self.trace.step = step
-        move_schedule(self.lr_schedulers, step)
-
-    def _restore(self, checkpointer: IslandCheckpointManager) -> None:
-        saved = checkpointer.load_outer(self.step, tensors=self.group.is_gateway)
-        if saved is None:
-            if self.config.semi_sync.method != "none":
-                raise UserError(
-                    f"checkpoint.folder: step-{self.step} has no outer state (it is not a checkpoint of this method); "
-                    "choose another job.name, or another checkpoint.load_step"
-                )
-            return
+    def _attempt(self, data_iterator: Iterator[Batch], step: int) -> None:
+        if step != self.step:  # the run has moved on, and this island with it
+            move_schedule(self.lr_schedulers, step - 1)
+            self.step = self.trace.step = step
+        seen = self.ntokens_seen
         try:
-            self.method.restore(*saved)
-        except (ValueError, KeyError) as error:
-            raise UserError(
-                f"checkpoint.folder: the outer state of step-{self.step} does not fit: {error}"
-            ) from error
+            super().train_step(data_iterator)
+        except semi_sync.Discarded:
+            self.ntokens_seen = seen
+            raise
+
+    def _go_on(self, step: int) -> None:
+        """Go on after ``step``; the learning rate is that of the run's progress, not of this island's own steps."""
+        if step == self.step and self.config.island.own_sync_every is None:
+            return
+        self.step = self.trace.step = step
+        move_schedule(self.lr_schedulers, self.method.progress(step))
 
     def _stop_early(self) -> None:
         reason = self.drain.reason or "another rank was asked to stop"

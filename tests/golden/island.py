@@ -45,7 +45,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """What the islands of a run have in common."""
+    """What the islands of a run have in common.
+
+    run: its sync_every and steps, from which each island's own follow; without it an island's plan says both.
+    """
 
     method: str = "diloco"
     weight: str = "tokens"
@@ -60,11 +63,12 @@ class Case:
     rounding: str = "nearest"
     block: int | None = None
     density: float | None = None
+    run: tuple[int, int] | None = None
 
     def config(self, plan: Plan, islands: int) -> SemiSyncConfig:
         return SemiSyncConfig(
             method=self.method,
-            sync_every=plan.sync_every,
+            sync_every=self.run[0] if self.run else plan.sync_every,
             fragments=self.fragments,
             overlap=self.overlap,
             mix_alpha=self.alpha,
@@ -170,7 +174,8 @@ class Island:
         self.recorded: dict[str, torch.Tensor] = {}
         setup = Setup(
             config=case.config(plan, islands),
-            steps=plan.steps,
+            steps=case.run[1] if case.run else plan.steps,
+            sync_every=plan.sync_every,
             island=number,
             incarnation=f"incarnation-{number}",
             started=float(number),

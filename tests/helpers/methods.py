@@ -23,7 +23,9 @@ def method_of(
     *,
     island: int = 0,
     steps: int = 1000,
+    sync_every: int | None = None,
     incarnation: str = "first",
+    run_id: str = "run",
     dump: bool = False,
 ) -> DiLoCo:
     """Not joined yet. Its trace, and with ``dump`` its sends, go below ``folder/island-<id>``."""
@@ -33,10 +35,11 @@ def method_of(
         Setup(
             config=config,
             steps=steps,
+            sync_every=sync_every,
             island=island,
             incarnation=incarnation,
             started=0.0,
-            run_id="run",
+            run_id=run_id,
             group=group,
             parameters=IslandParameters([model], group),
             trace=Trace(own, island, incarnation),

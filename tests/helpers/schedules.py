@@ -50,8 +50,8 @@ class Weights:
     def __init__(self) -> None:
         self.local = torch.zeros(2)
 
-    def snapshot(self, fragment: Fragment) -> torch.Tensor:
-        return self.local.clone()
+    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.local.clone() if out is None else out.copy_(self.local)
 
     def scatter(self, fragment: Fragment, flat: torch.Tensor | None, alpha: float = 0.0) -> None:
         assert flat is not None and alpha == 0.0
@@ -125,6 +125,10 @@ class Actor:
     def alive(self) -> bool:
         return self.sim.net.nodes.get(self.island) is self.transport
 
+    def history(self) -> list[tuple[str, str]]:
+        assert self.method.outer is not None
+        return [(state.digest, state.lineage) for state in self.method.outer.states]
+
     def enter(self, checkpoint: "tuple[Any, ...] | None") -> None:
         sim, method = self.sim, self.method
         method.outer = method._found([self.weights.snapshot(f) for f in method.fragments])
@@ -133,9 +137,9 @@ class Actor:
             self.pending = list(self.pending)
             method.restore(description, tensors)
             self.feed.assign(positions)
-        before = [(state.digest, state.lineage) for state in method.outer.states]
+        before = self.history()
         method._take_state(method._enter, 0)
-        if before != [(state.digest, state.lineage) for state in method.outer.states]:
+        if self.history() != before:
             self.pending = []
         sim.net.at(sim.pause(), self.window)
 
@@ -182,7 +186,7 @@ class Actor:
         if not self.alive:
             return
         sim = self.sim
-        flight = self.method.flights[0]
+        flight, before = self.method.flights[0], self.history()
         try:
             self.method.settle(self.outcome, 0, 0.0)
         except Resumable:  # nobody to heal from at the moment
@@ -190,7 +194,7 @@ class Actor:
             self.healing = True
             sim.net.at(WINDOW_S, self.settle)
             return
-        if self.outcome.status == "behind":
+        if self.history() != before:  # else what it had missed had failed: it goes on with its own weights
             self.pending = []
         self.healing = False
         self.transport.publish(self.method.outer)

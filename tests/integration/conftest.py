@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,16 @@ import pytest
 from torchtitan_diloco.data.prepare import prepare
 
 REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_asks_the_lighthouse_any_more() -> Iterator[None]:
+    """A thread that is inside torchft when the interpreter ends aborts the whole process, whatever the tests said."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("lighthouse-"):
+            thread.join(timeout=15)  # a request that waits for its quorum ends after 10 s
+            assert not thread.is_alive(), f"some test left {thread.name} running"
 
 
 @dataclass(frozen=True)

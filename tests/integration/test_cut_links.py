@@ -32,7 +32,7 @@ from torchtitan_diloco.semi_sync.diloco import DiLoCo
 SLOT = 2  # the one that is hit
 STEPS = 6
 SIZE = 100_003
-CHUNK = 10_000  # elements
+CHUNK = 10_000  # bytes
 
 
 class ProxiedServer(ControlServer):
@@ -189,6 +189,9 @@ def test_fr35_a_bulk_cut_once_is_tried_again_and_both_commit_the_same_bits(light
     assert len(cuts) == 1 and cuts[0] >= 1
     first, _ = check_same_bits(islands)
     assert all(event["committed"] for event in first if islands[0].headers[event["round"]].steps)
+    # What the broken try had sent is on the bill as well.
+    assert first[SLOT - 2]["bytes_sent"] == 4 * SIZE
+    assert 4 * SIZE + 7 * CHUNK <= first[SLOT]["bytes_sent"] <= 4 * SIZE + 12 * CHUNK
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -198,7 +201,7 @@ def test_fr35_a_bulk_cut_in_every_try_changes_nothing_on_either_island(lighthous
     assert len(cuts) == 3 and min(cuts) >= 1, "three tries are all a slot gets"
     events = check_same_bits(islands)
     for island, mine in zip(islands, events, strict=True):
-        assert not mine[SLOT]["committed"]
+        assert not mine[SLOT]["committed"] and mine[SLOT]["bytes_sent"] > 0
         assert mine[SLOT]["digest"] == mine[0]["digest"] and mine[SLOT]["version"] == 1
         assert mine[SLOT + 2]["committed"]
         assert island.bulks[SLOT + 2] == 1, "what is left of the broken group got in the way of the next slot"

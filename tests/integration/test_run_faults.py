@@ -37,6 +37,11 @@ class Battered:
     steps_before: list[int]
     resumed: LocalRun
 
+    def after(self, what: str) -> tuple[Kill, int, list[dict[str, Any]]]:
+        """A kill, the other island, and the events of the incarnation that came back."""
+        kill = self.kills[what]
+        return kill, 1 - kill.island, self.run.incarnations(kill.island)[kill.incarnation + 1]
+
 
 @pytest.fixture(scope="module")
 def battered(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Battered]:
@@ -84,9 +89,7 @@ def _back(run: LocalRun, island: int, incarnation: int) -> bool:
 def test_the_other_island_goes_on_without_a_gap_longer_than_the_time_outs(
     battered: Battered, what: str
 ) -> None:
-    kill = battered.kills[what]
-    other = 1 - kill.island
-    back = battered.run.incarnations(kill.island)[kill.incarnation + 1]
+    kill, other, back = battered.after(what)
     until = _rounds(back)[1]["t"]
     times = [e["t"] for e in battered.run.events(other, "inner") if kill.t - 2 <= e["t"] <= until]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -102,9 +105,7 @@ def test_the_other_island_goes_on_without_a_gap_longer_than_the_time_outs(
 def test_a_killed_island_heals_once_before_its_first_inner_step_and_continues_where_its_peer_is(
     battered: Battered, what: str
 ) -> None:
-    kill = battered.kills[what]
-    other = 1 - kill.island
-    back = battered.run.incarnations(kill.island)[kill.incarnation + 1]
+    kill, other, back = battered.after(what)
     kinds = [event["event"] for event in back if event["event"] != "waiting"]
     assert kinds[:4] == ["start", "heal", "join", "inner"]
     assert kinds.count("heal") == 1

@@ -9,17 +9,21 @@ import pytest
 
 from tests.helpers import event_schema
 from tests.helpers.real_run import LocalRun, local_run, write_config
+from torchtitan_diloco.data.run_audit import audit_run
 
 ARGUMENTS = ("--training.steps", "10")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[tuple[LocalRun, LocalRun]]:
-    """The same command at the same time in two folders."""
+    """The same command at the same time in two folders; in the second, island 1 makes two steps for one of island 0."""
     folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    configs = [write_config(folder, corpus) for folder in folders]
+    with configs[1].open("a") as file:
+        file.write("[[islands]]\nid = 0\n[[islands]]\nid = 1\nsemi_sync.sync_every = 10\n")
     with (
-        local_run(folders[0], write_config(folders[0], corpus), *ARGUMENTS) as first,
-        local_run(folders[1], write_config(folders[1], corpus), *ARGUMENTS) as second,
+        local_run(folders[0], configs[0], *ARGUMENTS) as first,
+        local_run(folders[1], configs[1], *ARGUMENTS) as second,
     ):
         for run in (first, second):
             assert run.end(within_s=180) == 0, run.output + run.errors
@@ -36,6 +40,26 @@ def test_two_runs_at_once_both_finish_with_ids_and_lighthouses_of_their_own(
         ids.add(json.loads((run.path / "run.json").read_text())["run_id"])
         addresses |= set(re.findall(r"Lighthouse (http://127.0.0.1:\d+)", run.output))
     assert len(ids) == len(addresses) == 2
+
+
+def test_islands_with_different_numbers_of_steps_between_slots_share_slots_and_learning_rate(
+    pair: tuple[LocalRun, LocalRun],
+) -> None:
+    run = pair[1]
+    rates = []
+    for island, own in ((0, 5), (1, 10)):
+        inner = run.events(island, "inner")
+        assert [event["step"] for event in inner] == list(range(1, 2 * own + 1))
+        assert [(e["round"], e["step"]) for e in run.events(island, "round")] == [(0, own), (1, 2 * own)]
+        rates.append({event["step"]: event["lr"] for event in inner})
+    assert rates[0][5 + 1] == rates[1][10 + 1]
+    assert [rates[1][step] for step in range(1, 11)] == [
+        rates[0][1 + (step - 1) // 2] for step in range(1, 11)
+    ]
+    for island in (0, 1):
+        # tokens^2 / steps: in twice the steps twice the tokens.
+        assert all(e["weights"] == [1 / 3, 2 / 3] for e in run.events(island, "round"))
+    assert run.state(1)["state"] == "done" and run.state(1)["step"] == 20
 
 
 def test_nothing_that_either_of_two_runs_writes_mentions_the_other(pair: tuple[LocalRun, LocalRun]) -> None:
@@ -69,5 +93,9 @@ def test_one_island_without_a_method_trains_alone_and_no_lighthouse_is_started(
     losses = [event["loss"] for event in run.events(0, "inner")]
     assert sum(losses[-3:]) / 3 < losses[0] - 0.5
     assert run.state(0)["state"] == "done"
+    report = audit_run([run.path])
+    assert report.ok and not report.slots and report.slot == 25 and report.notes == []
+    (epoch,) = report.epochs
+    assert (epoch.consumed, epoch.unread) == (25, epoch.samples - 25)
     for words in ("Traceback", "FATAL", "core dumped", "terminate called"):
         assert words not in run.logs()

@@ -42,6 +42,8 @@ class IslandCheckpointManager(CheckpointManager):
         super().__init__(config, **arguments)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        if curr_step == (self._saved_at or 0):  # a step that was not taken after all
+            return False
         return bool(super()._should_save(curr_step, last_step)) or (
             curr_step == self._drain_at and not self.load_only
         )
@@ -78,6 +80,29 @@ class IslandCheckpointManager(CheckpointManager):
         if not self.enable:
             return None
         return read_outer(Path(self._create_checkpoint_id(step)), tensors)
+
+    def restore_outer(
+        self,
+        step: int,
+        restore: Callable[[dict[str, Any], dict[str, torch.Tensor]], None],
+        tensors: bool,
+        required: bool,
+    ) -> None:
+        """Call ``restore`` with what ``load_outer`` finds. Raises UserError where that does not fit, or is missing."""
+        saved = self.load_outer(step, tensors)
+        if saved is None:
+            if required:
+                raise UserError(
+                    f"checkpoint.folder: step-{step} has no outer state (it is not a checkpoint of this method); "
+                    "choose another job.name, or another checkpoint.load_step"
+                )
+            return
+        try:
+            restore(*saved)
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"checkpoint.folder: the outer state of step-{step} does not fit: {error}"
+            ) from error
 
 
 def write_outer(folder: Path, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -110,6 +110,11 @@ def main(argv: Sequence[str], edges: Edges | None = None) -> int:
         max_restarts=options.max_restarts,
         fresh=options.fresh,
     )
+    if config.semi_sync.method == "sync" and len(set(request.ranks.values())) > 1:
+        raise UserError(
+            f"--ranks {options.ranks or ', '.join(map(str, request.ranks.values()))}: all islands need the same number of "
+            'processes with semi_sync.method = "sync"; give one number'
+        )
     for island, ranks in request.ranks.items():
         require_ranks(for_island(config, island), ranks)
     return launch(request, edges or Edges())

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan_diloco.config.fields import get, keys
 from torchtitan_diloco.config.schema import RunConfig
-from torchtitan_diloco.config.shared import must_agree
+from torchtitan_diloco.config.shared import must_agree, must_agree_in_lockstep
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
 
 
@@ -19,3 +19,10 @@ def agreement(config: RunConfig) -> dict[str, Any]:
     values = {key: get(config, key) for key in keys() if must_agree(key)}
     values["model.tokenizer"] = tokenizer_digest(config.model.hf_assets_path)
     return dict(sorted(values.items()))
+
+
+def lockstep_agreement(config: RunConfig) -> dict[str, Any]:
+    """What islands that average their gradients must agree on beside that: flat key -> JSON value."""
+    return {
+        key: get(config, key) for key in sorted(keys()) if must_agree_in_lockstep(key) and not must_agree(key)
+    }

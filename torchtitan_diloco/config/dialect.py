@@ -53,7 +53,10 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LoaderConfig:
-    """[training.dataloader] and [validation.dataloader]: passed to torchdata's StatefulDataLoader."""
+    """[training.dataloader] and [validation.dataloader]: passed to torchdata's StatefulDataLoader
+
+    (training: only without [[data.sources]], whose loader reads in the trainer's own process).
+    """
 
     num_workers: int = 0
     """Worker processes per rank."""

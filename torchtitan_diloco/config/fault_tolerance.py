@@ -51,10 +51,9 @@ def _complete(reader: Reader, written: dict[str, Any]) -> None:
     """Answer for the keys of an enabled table that were left to v0.2's defaults."""
     here = (*reader.root, SECTION)
     if "semi_sync_method" not in written and "semi_sync.method" not in reader.layer.values:
-        reader.problem(
-            (*here, "semi_sync_method"),
-            "is missing: TorchTitan's replicas that average gradients in every step are not supported; "
-            'write "diloco" or "local_sgd"',
+        reader.layer.put("semi_sync.method", "sync", reader.at(here))
+        reader.note(
+            here, 'has no semi_sync_method: semi_sync.method = "sync", which averages gradients in every step'
         )
     if "sync_steps" not in written and "semi_sync.sync_every" not in reader.layer.values:
         reader.layer.put("semi_sync.sync_every", _DEFAULT_SYNC_STEPS, reader.at(here))

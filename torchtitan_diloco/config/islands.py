@@ -9,7 +9,7 @@ from torchtitan_diloco.config.layers import Layer, Where
 from torchtitan_diloco.config.problems import Problems
 from torchtitan_diloco.config.reader import Reader
 from torchtitan_diloco.config.schema import IslandTable, RunConfig
-from torchtitan_diloco.config.shared import why_shared
+from torchtitan_diloco.config.shared import OWN_KEY, why_shared
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.values import describe
 
@@ -67,7 +67,7 @@ def for_island(config: RunConfig, number: int) -> RunConfig:
         table = {table.id: table for table in config.islands}[number]
         own.island.name = table.name or own.island.name
         for key, value in table.settings.items():
-            put(own, key, deepcopy(value))
+            put(own, OWN_KEY.get(key, key), deepcopy(value))
     return own
 
 

@@ -23,6 +23,7 @@ from torchtitan_diloco.config.reader import Reader
 from torchtitan_diloco.config.retired import RETIRED, SAME_AS
 from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.shared import OWN_KEY, must_agree_in_lockstep
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
 from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
@@ -32,6 +33,7 @@ from torchtitan_diloco.errors import UserError
 __all__ = ["ConfigError", "Resolved", "agreement", "load_config", "take_config_file", "to_toml"]
 
 _ID, _COUNT = "island.id", "semi_sync.num_islands"
+_SOURCES, _SHARED = "data.sources", "data.shared"
 
 
 @dataclass(slots=True)
@@ -198,18 +200,41 @@ class _Loader:
                 self.problems.add(layer.where.get(_COUNT), _COUNT, message)
         if _COUNT not in self.written.values and _COUNT not in self.command.values:
             self.written.put(_COUNT, count, self.islands[0].where)
-        for key in self.command.values:
+        in_tables = {own: key for key, own in OWN_KEY.items()}
+        for key in (in_tables.get(key, key) for key in self.command.values):
             beaten = [island for island in self.islands if key in island.layer.values]
             for island in beaten:
                 del island.layer.values[key]
             if beaten:
                 ids = ", ".join(str(island.table.id) for island in beaten)
                 self.notes.append(f"{key}: the command line wins over the [[islands]] tables of island {ids}")
+        self.settle_shared_data()
         for island in self.islands:
             island.table.settings = dict(island.layer.values)
+            for key in OWN_KEY.keys() & island.layer.values.keys():
+                island.layer.put(OWN_KEY[key], island.layer.values.pop(key), island.layer.where.get(key))
             island.layer.put(_ID, island.table.id, island.where)
             if island.table.name:
                 island.layer.put("island.name", island.table.name, island.layer.where.get("name"))
+
+    def settle_shared_data(self) -> None:
+        """Islands that name different corpora are not held to the same ones, unless the file says so."""
+        if any(_SHARED in layer.values or _SHARED in layer.bad for layer in self.layers(None)):
+            return
+        first, *others = (self.paths(island) for island in self.islands)
+        for island, paths in zip(self.islands[1:], others, strict=True):
+            if paths != first:
+                self.written.put(_SHARED, False, island.layer.where.get(_SOURCES, island.where))
+                self.notes.append(
+                    f"{_SHARED} is false, since the [[islands]] name different {_SOURCES}: each reads its own; where these "
+                    f"are copies of the same corpora, {_SHARED} = true checks it"
+                )
+                return
+
+    def paths(self, island: Island) -> list[str]:
+        """Of an island's corpora."""
+        said = [layer.values[_SOURCES] for layer in self.layers(island) if _SOURCES in layer.values]
+        return sorted(source.path for source in said[-1]) if said else []
 
     def start_from_base(self) -> None:
         """Fill the lowest layer, and refuse a base or a model that TorchTitan does not have."""
@@ -239,6 +264,26 @@ class _Loader:
         for (key, where, message), ids in found.items():
             some = f" (island {', '.join(map(str, ids))})" if len(ids) < len(self.islands) else ""
             self.problems.add(where, key, message + some)
+        self.check_lockstep()
+
+    def check_lockstep(self) -> None:
+        """With method sync, islands must be alike in more than in what their tables could not say anyway."""
+        if not self.islands or self.config(self.layers(None)).semi_sync.method != "sync":
+            return
+        first, *others = self.islands
+        base = self.config(self.layers(first))
+        for island in others:
+            layers = self.layers(island)
+            view = self.config(layers)
+            pairs = [(key, get(view, key), get(base, key)) for key in keys() if must_agree_in_lockstep(key)]
+            for key, here, there in [*pairs, (WORLD, island.world(), first.world())]:
+                if here != there:
+                    self.problems.add(
+                        island.where if key == WORLD else place(key, layers[1:]),
+                        key,
+                        f"({here} on island {island.table.id}, {there} on island {first.table.id}) must be the same on all "
+                        'islands with semi_sync.method = "sync"',
+                    )
 
     def broken(self, island: Island | None) -> Iterator[tuple[str, int | str | None, str]]:
         layers = self.layers(island)

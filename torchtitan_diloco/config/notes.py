@@ -2,12 +2,18 @@
 
 from collections.abc import Mapping
 
-from torchtitan_diloco.config.fields import get
+from torchtitan_diloco.config.fields import get, keys
 from torchtitan_diloco.config.problems import DEFAULT
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.upstream import base_values
 
 _MODEL_OF_BASE = ("model.name", "model.flavor", "parallelism.expert_parallel_comm_backend")
+
+_OF_ITS_LOADER = (
+    "training.dataset",
+    "training.dataset_path",
+    *(key for key in keys() if key.startswith("training.dataloader.")),
+)
 
 
 def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
@@ -25,14 +31,11 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
             f"lr_scheduler.warmup_steps ({c.lr_scheduler.warmup_steps}) leaves none of {total} steps: "
             f"TorchTitan shortens the warm-up to {total} and the learning rate never decays"
         )
-    written = [
-        k
-        for k in ("training.dataset", "training.dataset_path")
-        if not origins[k].startswith((DEFAULT, "base "))
-    ]
+    written = [key for key in _OF_ITS_LOADER if not origins[key].startswith((DEFAULT, "base "))]
     if c.data.sources and written:
         found.append(
-            "training.dataset and training.dataset_path are not used, because [[data.sources]] is given"
+            f"{' and '.join(written)}: not used, because [[data.sources]] is given; its loader reads in the trainer's own "
+            "process"
         )
     if not c.data.sources:
         found.append(
@@ -47,7 +50,20 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
                 f'job.base = "{c.job.base}" is of another model (see {", ".join(changed or ["model.converters"])}): its '
                 "attention, conversions and loss are not used, its other settings are"
             )
-    if c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
+    if c.semi_sync.method == "sync":
+        if any(
+            not origin.startswith(DEFAULT)
+            for k, origin in origins.items()
+            if k.startswith("semi_sync.outer.")
+        ):
+            found.append(
+                'semi_sync.method = "sync": [semi_sync.outer] is not used, there is no outer optimizer'
+            )
+        if not c.training.disable_cuda_graphs:
+            found.append(
+                'semi_sync.method = "sync": CUDA graphs are off, as if training.disable_cuda_graphs were true'
+            )
+    elif c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
         found.append(
             f"semi_sync.sync_every ({c.semi_sync.sync_every}) is more than training.steps ({c.training.steps}): "
             "the islands never exchange anything"

@@ -27,7 +27,10 @@ class DataConfig:
     shards: int = 64
     """Into how many shards a source is cut for the whole run; islands share out shards, so at least as many as islands."""
     shared: bool = True
-    """Whether all islands read the same sources, which is checked when they join; false = each its own [[data.sources]]."""
+    """Whether all islands must hold the same corpora, which is checked when they join; false = each reads what it names.
+
+    Absent, it is false where the `path`s in the [[islands]] tables differ.
+    """
     sources: list[DataSource] = field(default_factory=list)
     """Corpora; none = TorchTitan's own loader with training.dataset."""
 
@@ -44,6 +47,8 @@ class IslandConfig:
     """Address that peers dial; "" = the local address that routes to the Lighthouse."""
     port: int = 0
     """Port for peers; 0 = a free one."""
+    own_sync_every: int | None = None
+    """Inner steps of this island in the time of `semi_sync.sync_every` of the run's (its own H); absent = as many."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +80,8 @@ class LighthouseConfig:
     heartbeat_timeout_s: float = 5.0
     """Silence after which the Lighthouse counts an island as gone."""
     join_timeout_s: float = 1.0
-    """How long a quorum waits for islands that beat but have not asked."""
+    """How long a quorum waits for islands that beat but have not asked; with method "sync", `run` takes at least
+    transport.exchange_timeout_s."""
     quorum_interval_s: float = 0.2
     """Time between two quorum requests of an island."""
     patience_s: float = 600.0
@@ -139,9 +145,10 @@ class SemiSyncConfig:
     """[semi_sync]"""
 
     method: str = "diloco"
-    """Registered method, for instance "none" (plain TorchTitan), "local_sgd", "diloco"."""
+    """Registered method, for instance "none" (plain TorchTitan), "sync" (gradients are averaged in every step), "local_sgd",
+    "diloco"."""
     sync_every: int = 100
-    """Inner steps between two sends of one fragment (H)."""
+    """Inner steps between two sends of one fragment (H); with method "sync" the steps that one `round` event sums up."""
     fragments: int = 1
     """Parts of the model that are exchanged one after the other (P)."""
     fragment_by: Literal["tensor", "layer", "sequential"] = "tensor"

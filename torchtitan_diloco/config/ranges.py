@@ -93,6 +93,7 @@ RANGES: dict[str, Range] = {
     "debug.pace_step_seconds": AT_LEAST_0,
     "data.seed": AT_LEAST_0,
     "island.id": AT_LEAST_0,
+    "island.own_sync_every": AT_LEAST_1,
     "island.port": Range(lambda v: 0 <= v <= 65535, "from 0 to 65535"),
     "lighthouse.address": HTTP,
     "lighthouse.heartbeat_interval_s": POSITIVE,

@@ -16,7 +16,7 @@ from torchtitan_diloco.config import retired
 from torchtitan_diloco.config.fields import Kind, get, is_array_of_tables, keys, kinds, required, sections
 from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, Range
 from torchtitan_diloco.config.schema import IslandTable, RunConfig
-from torchtitan_diloco.config.shared import AGREED, why_shared
+from torchtitan_diloco.config.shared import AGREED, LOCKSTEP, why_shared
 from torchtitan_diloco.config.upstream import bases
 
 _INTRODUCTION = """\
@@ -58,6 +58,11 @@ id = 1
 parallelism.tensor_parallel_degree = 4
 ```
 
+`semi_sync.sync_every` in a table is the number of inner steps that this island makes in the time of the run's
+`sync_every`: a faster island gets a larger one. All islands send the same slots and end with the same last one.
+`training.steps` and the `lr_scheduler` section count the run's progress, in which a window has the run's `sync_every` steps;
+`checkpoint.interval`, `metrics.log_freq`, `semi_sync.overlap` and the step numbers in logs and events count the island's own.
+
 `torchtitan-diloco run` starts `nodes` x `ranks` processes for each (1 where `ranks` is absent). A trainer that is started
 by hand needs `--island.id N`.
 """
@@ -77,7 +82,8 @@ _FAULT_TOLERANCE = """\
 ## `[fault_tolerance]`
 
 With `enable = true` the table is taken over, with notes; with `enable = false` it has no effect and
-`semi_sync.method` is "none" unless it is written. An absent `sync_steps` is 5, as it was.
+`semi_sync.method` is "none" unless it is written. An absent `sync_steps` is 5, as it was; without `semi_sync_method` the
+method is "sync", as it was too.
 """
 
 
@@ -170,6 +176,8 @@ def _agreement() -> str:
         f"- every key of {', '.join(f'`[{s}]`' for s in whole)}\n- {', '.join(f'`{k}`' for k in single)}\n\n"
         "These must agree; islands compare them, and the content of their tokenizers, when they join:\n\n"
         + _table("Key or section", "Why", rows=reasons)
+        + '\nWith `semi_sync.method = "sync"`, and beside them the number of processes, these as well:\n\n'
+        + _table("Key or section", "Why", rows=((f"`{key}`", reason) for key, reason in LOCKSTEP.items()))
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_diloco.config.fields import get
 from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
@@ -64,7 +65,35 @@ def _compiled(enable: bool, components: list[str]) -> bool:
     return enable and "model" in components
 
 
+_MEANINGLESS_IN_LOCKSTEP: dict[str, Any] = {
+    "semi_sync.fragments": 1,
+    "semi_sync.fragment_by": "tensor",
+    "semi_sync.module_fqns_per_fragment": None,
+    "semi_sync.overlap": 0,
+    "semi_sync.mix_alpha": 0.0,
+    "semi_sync.merge.method": "mean",
+    "semi_sync.codec.wire": "fp32",
+    "semi_sync.codec.error_feedback": False,
+    "semi_sync.codec.rounding": "nearest",
+    "semi_sync.codec.block": None,
+    "semi_sync.codec.density": None,
+    "transport.kind": "gloo",
+    "transport.max_rate": 0.0,
+    "debug.dump_sends": False,
+}
+"""Key -> the one value that says what ``semi_sync.method = "sync"`` does anyway."""
+
+
+def _lockstep_rule(key: str, anyway: Any) -> Rule:
+    return _rule(
+        f"{key} semi_sync.method",
+        lambda value, method: method != "sync" or value == anyway,
+        '({0}) cannot be had with semi_sync.method = "sync", which averages gradients in every step; remove it',
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    *(_lockstep_rule(key, anyway) for key, anyway in _MEANINGLESS_IN_LOCKSTEP.items()),
     _rule(
         "semi_sync.fragments semi_sync.sync_every semi_sync.module_fqns_per_fragment",
         lambda fragments, every, lists: lists is not None or fragments <= every,
@@ -79,6 +108,17 @@ RULES: tuple[Rule, ...] = (
         "semi_sync.overlap semi_sync.sync_every",
         lambda overlap, every: overlap < every,
         "({0}) must be less than semi_sync.sync_every ({1}): a fragment is applied before it is sent again",
+    ),
+    _rule(
+        "island.own_sync_every semi_sync.fragments semi_sync.module_fqns_per_fragment",
+        lambda own, fragments, lists: own is None or own >= (fragments if lists is None else len(lists)),
+        "({0}) must be at least the number of fragments, each of which is sent once in it: raise it or lower "
+        "semi_sync.fragments",
+    ),
+    _rule(
+        "island.own_sync_every semi_sync.overlap",
+        lambda own, overlap: own is None or overlap < own,
+        "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
     ),
     _rule(
         "lr_scheduler.total_steps training.steps",

@@ -1,9 +1,10 @@
 """What became of every sample of a run, from the ledgers of its islands: consumed once, lost, repeated, deferred.
 
-The policy it holds a run against: a sample counts as consumed when the inner step it was part of belongs to a committed slot,
-and that happens at most once per epoch. What was read but never committed is read again by whoever has the shard next; where
-the run ended before that, or a window's weights were not finite, the samples are *lost*. Samples of shards that no island of
-the last slot holds are *deferred*. The rest of an epoch is *unread*: its turn has not come.
+The policy it holds a run against: a sample counts as consumed when the inner step it was part of belongs to a committed slot
+(without slots, with method "none", when it was done), and that happens at most once per epoch. What was read but never
+committed is read again by whoever has the shard next; where the run ended before that, or a window's weights were not finite,
+the samples are *lost*. Samples of shards that no island of the last slot holds are *deferred*. The rest of an epoch is
+*unread*: its turn has not come.
 """
 
 import itertools
@@ -49,9 +50,14 @@ class EpochReport:
 
 @dataclass(slots=True)
 class Report:
-    """slot: the last committed one, -1 for none. problems: in what the policy, or the account itself, is broken."""
+    """What became of the samples.
+
+    slot: the last committed one, -1 for none. slots: False where there are none, and ``slot`` is the inner step of the last
+    checkpoint. problems: in what the policy, or the account itself, is broken.
+    """
 
     slot: int = -1
+    slots: bool = True
     lineage: str = ""
     epochs: list[EpochReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -78,12 +84,20 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The entries of one island; reading: its ``reading.json``; running: it will go on and may commit what it has read."""
+    """The entries of one island.
+
+    reading: its ``reading.json``. running: it will go on and may commit what it has read.
+    """
 
     island: int
     entries: Sequence[Entry]
     reading: Entry | None = None
     running: bool = False
+
+    @property
+    def slots(self) -> bool:
+        starts = [entry for entry in self.entries if entry["kind"] == "start"]
+        return not starts or bool(starts[-1].get("slots", True))
 
 
 def audit(accounts: Sequence[Account]) -> Report:
@@ -94,6 +108,7 @@ def audit(accounts: Sequence[Account]) -> Report:
     if head is None:
         report.problems.append("no island has entered the run: there is nothing to audit")
         return report
+    report.slots = any(account.slots for account in accounts)
     chain, spans = _follow(head, accounts, report)
     on_chain = {entry["lineage"] for entry in chain} | {head["lineage"]}
     _add_reads(spans, accounts, on_chain, report.lineage)
@@ -207,10 +222,13 @@ def _add_reads(
             if entry["kind"] == "dropped":
                 _add(spans, entry["streams"], account.island, entry["cause"])
             elif entry["kind"] == "commit" and entry["lineage"] not in on_chain:
-                cause = f"slot {entry['slot']} belongs to a history that was not continued"
+                cause = f"{'slot' if account.slots else 'step'} {entry['slot']} belongs to a history that was not continued"
                 for island, streams in [*entry["consumed"].items(), *entry["skipped"].items()]:
                     _add(spans, streams, int(island), cause)
-        if account.reading is not None:
+        if account.reading is not None and not account.slots and account.reading["lineage"] == lineage:
+            for name, (begin, end) in account.reading["streams"].items():
+                spans[name].append(Span(begin, end, "consumed", account.island))
+        elif account.reading is not None:
             going = account.running and account.reading["lineage"] == lineage
             cause = (
                 "" if going else f"island {account.island} stopped or failed before its slot was committed"

@@ -4,7 +4,8 @@ Every island writes down every committed slot with the samples of *all* its part
 surviving disk tells all. Entries are chained by lineage: a run that goes on from an older checkpoint leaves entries behind
 that are on no chain any more, and ``audit`` passes over them. Lines are JSON objects with ``t`` (epoch seconds) and ``kind``:
 
-- ``start``: an incarnation begins. seed, sources (name -> path, samples, shards), holds.
+- ``start``: an incarnation begins. seed, sources (name -> path, samples, shards), holds. slots is false where a sample
+  counts once its inner step is done: with method "none", whose entries ``commit`` are its checkpoints, numbered by step.
 - ``head``: the island stands here: at its entry, and after it took another's state. lineage, slot, tokens_total, positions.
 - ``commit``: a slot. lineage, parent (lineage before), slot, tokens_total, consumed and skipped (island -> stream ->
   [from, to)), members (island -> shards it holds).
@@ -49,9 +50,8 @@ class Ledger:
         left = read_reading(self._reading_path)
         self._write("start", **description, holds=dict(holds))
         if left is not None and left["streams"]:
-            self._write(
-                "dropped", **left, cause=f"island {self.island} stopped before its slot was committed"
-            )
+            missed = "its slot was committed" if description.get("slots", True) else "its next checkpoint"
+            self._write("dropped", **left, cause=f"island {self.island} stopped before {missed}")
         self.read({})
 
     def head(self, lineage: str, slot: int, tokens_total: int, positions: Mapping[str, int]) -> None:

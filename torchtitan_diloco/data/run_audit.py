@@ -32,7 +32,7 @@ def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
     if not accounts:
         raise UserError(
             f"{setting}: no island-*/{LEDGER} below {', '.join(map(str, runs))}; give the folder of a run that read "
-            "[[data.sources]] with a semi-synchronous method (training.dataset keeps no ledger)"
+            "[[data.sources]] (training.dataset keeps no ledger, nor do several islands that train on their own)"
         )
     report = audit(accounts)
     report.notes += notes
@@ -49,6 +49,8 @@ def _will_go_on(state: Path) -> bool:
 def describe(report: Report) -> str:
     """A table of the epochs, then what was lost and why, then what is broken."""
     lines = [f"up to slot {report.slot}"] if report.slot >= 0 else ["no slot was committed"]
+    if not report.slots:
+        lines = ['no slots (semi_sync.method = "none"): a sample is consumed once its inner step is done']
     columns = ("samples", "consumed", "lost", "repeated", "in flight", "deferred", "unread")
     lines.append(f"{'source':<34} {'epoch':>5} " + " ".join(f"{c:>10}" for c in columns))
     for row in report.epochs:

@@ -9,14 +9,33 @@ import torch.distributed as dist
 
 from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.control import bind
+from torchtitan_diloco.exchange.groups import make_group_class
 from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.outer import buffers
 
 CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
 AHEAD = (
     4  # messages under way to each member at once, so that the link does not idle for a round trip after each
 )
+
+
+def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, str]:
+    """A store that listens on ``host`` alone, for as long as it is held, and its address. port: 0 for a free one."""
+    # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
+    listener = bind(host, port)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timeout,
+        use_libuv=False,
+    )
+    return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class GlooBulk:
@@ -30,30 +49,17 @@ class GlooBulk:
     member; no prefix is ever used twice (a race in gloo's rendezvous, and what a broken group has left there).
     """
 
-    def __init__(self, host: str, timeout_s: float, max_rate: float) -> None:
-        from torchft.process_group import ProcessGroupGloo
-
-        self._group_class = ProcessGroupGloo
+    def __init__(self, host: str, timeout_s: float, max_rate: float, traffic: Traffic) -> None:
+        self._group_class = make_group_class(host)
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
+        self._traffic = traffic
         self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
         self._between: dict[
             int, tuple[tuple[int, str], Any]
         ] = {}  # lane -> attempt that has a stage to come, group
         self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
-        # A socket of our own, which the store takes over: TCPStore by itself listens on every interface.
-        listener = bind(host, 0)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=self._timeout,
-            use_libuv=False,
-        )
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._store, self.address = serve_store(host, 0, self._timeout)
 
     def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:
         """What every member sends this island, by island.
@@ -98,18 +104,27 @@ class GlooBulk:
             sends[mine] if rank == mine else buffers.empty(size, torch.uint8)
             for rank, size in enumerate(bulk.sizes)
         ]
-        under_way: deque[Any] = deque()
+        slot = bulk.attempt[0]
+        under_way: deque[tuple[Any, int]] = deque()  # with the bytes that it brings
+
+        def land() -> None:
+            work, received = under_way.popleft()
+            work.wait()
+            self._traffic.add(slot, received=received)
+
         for start in range(0, max(t.numel() for rank in others for t in (sends[rank], parts[rank])), CHUNK):
             here = slice(start, start + CHUNK)
             coming = {rank: part for rank in others if (part := parts[rank][here]).numel()}
             going = {rank: part for rank in others if (part := sends[rank][here]).numel()}
-            self._bucket.take(sum(part.nbytes for part in going.values()))
-            under_way += [group.recv([part], rank, 0) for rank, part in coming.items()]
-            under_way += [group.send([part], rank, 0) for rank, part in going.items()]
+            size = sum(part.nbytes for part in going.values())
+            self._bucket.take(size)
+            self._traffic.add(slot, sent=size)
+            under_way += [(group.recv([part], rank, 0), part.nbytes) for rank, part in coming.items()]
+            under_way += [(group.send([part], rank, 0), 0) for rank, part in going.items()]
             while len(under_way) > 2 * AHEAD * len(others):
-                under_way.popleft().wait()
-        for work in under_way:
-            work.wait()
+                land()
+        while under_way:
+            land()
         return parts
 
     def failed(self, slot: int) -> None:

@@ -22,6 +22,7 @@ from torchtitan_diloco.exchange.entry import Entry
 from torchtitan_diloco.exchange.membership import Membership, Peer, epoch_of
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
+from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
@@ -67,7 +68,10 @@ class GlooTransport(Transport):
         self._port = island.port
         self._host = island.advertise or route_to(lighthouse.address)
         self._merge = merge
-        self._bulk = GlooBulk(self._host, transport.exchange_timeout_s, transport.max_rate * 1e6 / 8)
+        self._traffic = Traffic()
+        self._bulk = GlooBulk(
+            self._host, transport.exchange_timeout_s, transport.max_rate * 1e6 / 8, self._traffic
+        )
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}
         self._news = threading.Condition()
@@ -75,7 +79,6 @@ class GlooTransport(Transport):
         self._epoch: Epoch | None = None
         self._waiting: Waiting | None = None
         self._offered: dict[int, float] = {}
-        self._traffic: dict[int, tuple[int, int]] = {}  # slot -> bytes sent and received
         self._left = False
         self._slot = 0
         self._known: set[int] = set()  # islands that have been members
@@ -135,7 +138,7 @@ class GlooTransport(Transport):
 
     def offer(self, header: Header, payload: torch.Tensor) -> None:
         self._offered[header.slot] = time.monotonic()
-        self._traffic[header.slot] = (0, 0)
+        self._traffic.open(header.slot)
         self._events.put(partial(self._protocol.offer, header, payload))
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
@@ -144,7 +147,7 @@ class GlooTransport(Transport):
             return self._outcomes.pop(slot, None)
 
     def _finished(self, outcome: Outcome) -> None:
-        sent, received = self._traffic.pop(outcome.slot)
+        sent, received = self._traffic.close(outcome.slot)
         outcome = replace(
             outcome,
             exchange_s=time.monotonic() - self._offered.pop(outcome.slot),
@@ -234,9 +237,6 @@ class GlooTransport(Transport):
             logger.warning("bulk of slot %d failed: %s", slot, reason)
             self._events.put(partial(self._protocol.bulk_failed, bulk.attempt, reason))
         else:
-            before, going = self._traffic.get(slot), bulk.traffic(self._me)
-            if before is not None:
-                self._traffic[slot] = before[0] + going[0], before[1] + going[1]
             self._events.put(partial(self._protocol.bulk_done, bulk.attempt, payloads))
 
     # ---- end -------------------------------------------------------------------------------------------------------

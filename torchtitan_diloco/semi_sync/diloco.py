@@ -69,7 +69,7 @@ class DiLoCo(SemiSync):
         self.group = setup.group
         self.parameters = setup.parameters
         self.fragments = partition(setup.config, list(setup.parameters.specs.values()))
-        self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments))
+        self.clock = SlotClock(setup.config.sync_every, setup.steps, len(self.fragments), setup.sync_every)
         self.optimizer = self.make_optimizer()
         self.steps = [0] * len(self.fragments)  # inner steps, and tokens, since the fragment was last applied
         self.tokens = [0] * len(self.fragments)
@@ -100,7 +100,7 @@ class DiLoCo(SemiSync):
     # ---- entering --------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> int:
-        if step >= self.setup.steps and self.complete():
+        if step >= self.clock.last_step and self.complete():
             return step
         anchors = [self._snapshot(fragment) for fragment in self.fragments]
         if self.group.is_gateway and self.outer is None:
@@ -118,7 +118,13 @@ class DiLoCo(SemiSync):
         return OuterState.found(self.fragments, self.optimizer, anchors, islands, self.hand_over)
 
     def complete(self) -> bool:
-        return not self.flights and self.next_slot >= self.clock.reached(self.setup.steps)
+        return not self.flights and self.next_slot >= self.clock.slots
+
+    def progress(self, step: int) -> int:
+        return self.clock.progress(step)
+
+    def last_step(self) -> int:
+        return self.clock.last_step
 
     def _enter(self, step: int) -> Joined:
         assert self.outer is not None
@@ -130,7 +136,7 @@ class DiLoCo(SemiSync):
             run_id=self.setup.run_id,
             num_islands=self.setup.config.num_islands,
             settings={**self.setup.settings, "the model's parameters": fingerprint(self.fragments)},
-            step=step,
+            step=self.clock.progress(step),
         )
         return self.transport.join(hello, self.outer)
 
@@ -177,7 +183,7 @@ class DiLoCo(SemiSync):
                 seconds=sum(heal.seconds for heal in joined.heals),
                 version=joined.heals[-1].version,
             )
-        return joined.step if changed else step
+        return self.clock.own_step(joined.step) if changed else step
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class DiLoCo(SemiSync):
         self.tokens = [seen + tokens for seen in self.tokens]
         self.data.stepped(self.outer)
         if self.transport:
-            self.transport.progress(step)
+            self.transport.progress(self.clock.progress(step))
 
     def exchange(self, step: int, at_once: bool = False) -> int:
         """Apply what is due after ``step``, then send what is due (in this order); training waits only for the former.
@@ -201,10 +207,10 @@ class DiLoCo(SemiSync):
         """
         self.withdrawn = False
         step = self._exchange(step, at_once)
-        while self.data.idle and step < self.setup.steps and not self.withdrawn:
+        while self.data.idle and step < self.clock.last_step and not self.withdrawn:
             step = self._exchange(max(step, self.clock.due(self.next_slot)), at_once=True)
             if self.transport:
-                self.transport.progress(step)
+                self.transport.progress(self.clock.progress(step))
         return step
 
     def _exchange(self, step: int, at_once: bool) -> int:
@@ -217,7 +223,7 @@ class DiLoCo(SemiSync):
 
     def apply(self, step: int, at_once: bool = False) -> int:
         """Wait for the outcomes that are due after ``step`` and act on them. Returns the step to go on from."""
-        last = step >= self.setup.steps
+        last = step >= self.clock.last_step
         while self.flights and (at_once or last or self.flights[0].apply_at <= step):
             began = time.monotonic()
             outcome = self._wait(partial(self.poll, self.flights[0]), self._withdraw)
@@ -379,6 +385,7 @@ class DiLoCo(SemiSync):
         if self.outer is None:
             return {}, {}
         own = {"steps": self.steps, "tokens": self.tokens, "layout": fingerprint(self.fragments)}
+        own["sync_every"] = self._paces()
         own |= self.data.state()
         return {"outer": self.outer.describe(), "own": own}, self.outer.tensors() | self.wire.residuals()
 
@@ -386,6 +393,12 @@ class DiLoCo(SemiSync):
         own = description["own"]
         if own["layout"] != fingerprint(self.fragments):
             raise ValueError("the checkpoint's outer state belongs to a model with other parameters")
+        (every, run), (was, run_was) = self._paces(), own["sync_every"]
+        if every * run_was != was * run:
+            raise ValueError(
+                f"the island made {was} steps for {run_was} of the run, and would make {every} for {run}, so its steps "
+                "would be counted anew; set [[islands]] semi_sync.sync_every back"
+            )
         self.steps, self.tokens = list(map(int, own["steps"])), list(map(int, own["tokens"]))
         self.data.restore(own)
         if self.group.is_gateway:
@@ -394,6 +407,9 @@ class DiLoCo(SemiSync):
             self.outer.restore(description["outer"], tensors)
             self.wire.restore(tensors)
         self.next_slot = int(description["outer"]["slot"])
+
+    def _paces(self) -> tuple[int, int]:
+        return self.setup.sync_every or self.clock.sync_every, self.clock.sync_every
 
     def leave(self, reason: str) -> None:
         buffers.release()

@@ -11,10 +11,12 @@ import torch
 from torchtitan_diloco.config.own import SemiSyncConfig
 from torchtitan_diloco.data.ledger import Ledger
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.lockstep import Lockstep
 from torchtitan_diloco.exchange.transport import Transport
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters
+from torchtitan_diloco.island.replica import Replica
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.semi_sync.share import SampleFeed
 
@@ -23,9 +25,11 @@ from torchtitan_diloco.semi_sync.share import SampleFeed
 class Setup:
     """Everything a method works with, on each rank of the island.
 
-    make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of the run.
+    make_transport: builds the transport, called on the gateway only, with the merge rule. steps: of run progress.
+    sync_every: the island's own, in place of the run's.
     settings: what all islands must agree on. feed: the data loader, if it accounts for its samples. ledger: on the gateway,
-    where that account is written.
+    where that account is written. make_lockstep: builds this rank's link to the others for a method that acts within inner
+    steps, on the training state that ``replica`` is.
     """
 
     config: SemiSyncConfig
@@ -39,14 +43,24 @@ class Setup:
     trace: Trace
     drain: DrainFlag
     make_transport: Callable[..., Transport]
+    sync_every: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     feed: SampleFeed | None = None
     ledger: Ledger | None = None
     dump_sends: Path | None = None
+    make_lockstep: Callable[[IslandGroup], Lockstep] | None = None
+    replica: Replica | None = None
+
+
+class Discarded(Exception):
+    """The inner step under way is not to be taken; its gradients are of no use. Raised on all ranks of the island."""
 
 
 class SemiSync(ABC):
-    """A method. Every call is made on all ranks of the island together, at the same inner step."""
+    """A method. Every call is made on all ranks of the island together, at the same inner step.
+
+    Steps are those of the island, numbered through the run, unless called run progress.
+    """
 
     @abstractmethod
     def __init__(self, setup: Setup) -> None: ...
@@ -55,15 +69,35 @@ class SemiSync(ABC):
     def join(self, step: int) -> int:
         """Enter the run, before the first inner step. ``step``: where this island's own state stands.
 
-        Returns the step of run progress to go on from. Raises UserError or Resumable.
+        Returns the step to go on from. Raises UserError or Resumable.
         """
+
+    def inner_step(self, step: int, train: Callable[[int], None]) -> int:
+        """Make the inner step that leads to ``step``: call ``train(step)``, again after it raised ``Discarded``.
+
+        Returns the step that was made; another one where another island's state was taken first, and none at all where that
+        is the run's last. Raises UserError or Resumable.
+        """
+        train(step)
+        return step
+
+    def after_backward(self) -> None:  # noqa: B027 - most methods leave gradients alone
+        """A backward pass is done (of several, with gradient accumulation); nothing has used the gradients yet."""
 
     @abstractmethod
     def after_inner_step(self, step: int, tokens: int) -> int:
         """An inner step of the island, with ``tokens`` tokens, has brought it to ``step``.
 
-        Returns the step to go on from: ``step``, or another island's when this one had fallen behind and healed.
+        Returns the step to go on from: ``step``, or where another island stands when this one had fallen behind and healed.
         """
+
+    def progress(self, step: int) -> int:
+        """Run progress at a step of this island."""
+        return step
+
+    def last_step(self) -> int | None:
+        """The step of this island at which the run ends; None where that is the run's own number of steps."""
+        return None
 
     def pause(self) -> None:  # noqa: B027 - most methods have nothing under way between inner steps
         """Settle whatever is under way, since the island is about to save and stop."""

@@ -47,24 +47,27 @@ class DataShare:
         self.idle = False
         """There is nothing for this island to read before the next committed slot."""
         self._skipped: dict[str, int] = {}  # up to where streams led to weights that were thrown away
-        self._kept = False  # the share is that of a restored state
+        self._kept = False  # the island's weights stand on this share: it was restored, or read from
         if ledger is not None and feed is not None:
             ledger.begin(feed.describe(), feed.holds())
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
     def enter(self, outer: OuterState | None, present: Collection[int], *, healed: bool) -> None:
-        """The island is a member of the run. healed: its state is another island's."""
+        """The island is a member of the run, or has looked again where that stands. healed: its state is another island's.
+
+        Where it is not (the slots it had missed had failed), its weights keep what they were trained on, and the share stays.
+        """
         if healed and self._ledger is not None:
             self._ledger.drop(f"island {self._island} took the state of another")
         if self._ledger is not None and outer is not None:
             self._ledger.head(outer.lineage, outer.slot, outer.tokens_total, outer.positions)
-        if healed or not self._kept:
+        if healed or not self._kept or self.idle:
             self._assign(outer, present)
         elif self._feed is not None:
             self.idle = not self._feed.positions()
             self.stepped(outer)
-        self._kept = False
+        self._kept = True
 
     def _assign(self, outer: OuterState | None, present: Collection[int]) -> None:
         if self._feed is None:

@@ -29,7 +29,7 @@ def messages(islands: int, overlap: int) -> int:
     simulation.run()
     pairs = islands * (islands - 1)
     assert seen.keys() >= {(what, slot) for what in (Announce, "bulk", Confirm) for slot in range(SLOTS)}
-    assert all(seen[what, slot] == pairs for what in ("bulk", Confirm) for slot in range(SLOTS))
+    assert all(seen[what, slot] >= pairs for what in ("bulk", Confirm) for slot in range(SLOTS))
     return seen.total()
 
 

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.light_cli import validate
 from torchtitan_diloco import cpu
 
 cpu.install()
@@ -187,15 +186,6 @@ def test_models_that_do_not_exist_are_known_without_torchtitan(
 def test_a_mistake_beside_a_base_is_answered_within_two_seconds_without_torch(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('[job]\nbase = "llama3.llama3_70b"\n[training]\nseq_len = 8191\n')
-    code = (
-        "import sys\n"
-        "from torchtitan_diloco.cli import dispatch\n"
-        f"code = dispatch(['validate', {str(file)!r}])\n"
-        "heavy = {'torch', 'torchtitan', 'torchft', 'datasets'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else code)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=2, check=False
-    )
+    done = validate(file, timeout_s=2)
     assert done.returncode == 2, done.stderr
     assert "training.seq_len: (8191) must be a multiple of" in done.stderr

@@ -18,7 +18,7 @@ from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import ConfigError, Resolved, load_config, to_toml
 from torchtitan_diloco.config.retired import MOVED
 from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
-from torchtitan_diloco.config.shared import why_shared
+from torchtitan_diloco.config.shared import OWN_KEY, why_shared
 from torchtitan_diloco.errors import UserError
 
 TWO = """\
@@ -177,10 +177,27 @@ WRONG = {
         "FILE:1: islands: must be an array of tables, written [[islands]]",
     ),
     "a value among the tables": ("islands = [3]", "FILE:1: islands[0]: must be a table, written [[islands]]"),
-    "a sync_every of its own": (
-        "[[islands]]\nid = 0\nsemi_sync.sync_every = 5",
-        "FILE:3: islands[0].semi_sync.sync_every: cannot differ between islands: islands with a sync_every of their own "
-        "are not supported yet",
+    "fewer steps than fragments": (
+        "[semi_sync]\nfragments = 4\n[[islands]]\nid = 0\nsemi_sync.sync_every = 3",
+        "FILE:5: island.own_sync_every: (3) must be at least the number of fragments, each of which is sent once in it: "
+        "raise it or lower semi_sync.fragments",
+    ),
+    "an overlap as long as its steps": (
+        "[semi_sync]\noverlap = 3\n[[islands]]\nid = 0\nsemi_sync.sync_every = 3",
+        "FILE:5: island.own_sync_every: (3) must be more than semi_sync.overlap (3): a fragment is applied before it is sent",
+    ),
+    "no steps": (
+        "[[islands]]\nid = 0\nsemi_sync.sync_every = 0",
+        "FILE:3: island.own_sync_every: must be at least 1, got 0",
+    ),
+    "its steps under another name": (
+        "[[islands]]\nid = 0\nisland.own_sync_every = 5",
+        "FILE:3: islands[0].island.own_sync_every: cannot differ between islands: the [[islands]] table says it as "
+        "semi_sync.sync_every",
+    ),
+    "another method": (
+        "[[islands]]\nid = 0\nsemi_sync.method = 'none'",
+        "FILE:3: islands[0].semi_sync.method: cannot differ between islands: islands must agree on what is sent when",
     ),
     "a sequence length of its own": (
         "[[islands]]\nid = 0\ntraining.seq_len = 5",
@@ -227,7 +244,52 @@ def test_every_key_is_an_islands_own_or_refused_with_the_reason(key: str, tmp_pa
     elif isinstance(found, list):  # a rule between settings, which has its own test
         assert not [p for p in found if "cannot differ" in p or "unknown" in p]
     else:
-        assert get(found.config, key) == other
+        assert get(found.config, OWN_KEY.get(key, key)) == other
+
+
+SOURCE = '[[data.sources]]\npath = "a"\n[[islands]]\nid = 0\n[[islands]]\nid = 1\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "shared"),
+    [
+        ("", True),
+        ('[[islands.data.sources]]\npath = "b"', False),
+        ('[[islands.data.sources]]\npath = "a"\nweight = 3.0\npresent = "0-7"', True),
+        ('[[islands.data.sources]]\npath = "a"\n[[islands.data.sources]]\npath = "b"', False),
+    ],
+    ids=["none of its own", "another path", "the same path", "one more"],
+)
+def test_islands_that_name_different_corpora_do_not_share_data(
+    more: str, shared: bool, tmp_path: Path
+) -> None:
+    for island in ((), ("--island.id", "0"), ("--island.id", "1")):
+        resolved = load(tmp_path, SOURCE + more, *island)
+        assert resolved.config.data.shared is shared
+        assert resolved.origins["data.shared"] == ("default" if shared else f"{tmp_path}/run.toml:7")
+        said = [
+            note
+            for note in resolved.notes
+            if note.startswith("data.shared is false, since the [[islands]] name")
+        ]
+        assert bool(said) is not shared
+    for written in (True, False):
+        value = str(written).lower()
+        resolved = load(tmp_path, f"data.shared = {value}\n" + SOURCE + more)
+        assert resolved.config.data.shared is written and not any("data.shared" in n for n in resolved.notes)
+        assert load(tmp_path, SOURCE + more, "--data.shared", value).config.data.shared is written
+    one = '[{"path": "c"}]'
+    assert load(tmp_path, SOURCE + more, "--data.sources", one).config.data.shared, (
+        "the command line says one for all"
+    )
+
+
+def test_the_sync_every_of_the_run_is_checked_where_all_islands_have_their_own(tmp_path: Path) -> None:
+    text = "[semi_sync]\nsync_every = 3\nfragments = 4\n[[islands]]\nid = 0\nsemi_sync.sync_every = 8"
+    (found,) = problems(tmp_path, text)
+    assert found.startswith(
+        "FILE:3: semi_sync.fragments: (4 fragments) must be at most semi_sync.sync_every (3)"
+    )
 
 
 def attempt(tmp_path: Path, text: str, *overrides: str) -> Resolved | list[str]:
@@ -239,7 +301,33 @@ def attempt(tmp_path: Path, text: str, *overrides: str) -> Resolved | list[str]:
 
 def test_what_islands_are_compared_by_at_a_join_cannot_differ(tmp_path: Path) -> None:
     compared = set(agreement(RunConfig())) - {"model.tokenizer"}  # by content, since its folder may differ
-    assert all(why_shared(key) for key in compared)
+    assert all(why_shared(key) for key in compared - OWN_KEY.keys())
+
+
+def test_an_island_has_a_sync_every_of_its_own_beside_the_runs(tmp_path: Path) -> None:
+    text = (
+        "[semi_sync]\nsync_every = 10\n[[islands]]\nid = 0\n[[islands]]\nid = 1\nsemi_sync.sync_every = 5\n"
+    )
+    own, other = load(tmp_path, text, "--island.id", "1"), load(tmp_path, text, "--island.id", "0")
+    assert (own.config.semi_sync.sync_every, own.config.island.own_sync_every) == (10, 5)
+    assert (other.config.semi_sync.sync_every, other.config.island.own_sync_every) == (10, None)
+    assert own.origins["island.own_sync_every"] == f"{tmp_path}/run.toml:7"
+    assert agreement(own.config) == agreement(other.config), "they can train together"
+    run = load(tmp_path, text).config
+    assert run.islands[1].settings == {"semi_sync.sync_every": 5}
+    for config in (own.config, run):
+        again = tmp_path / "again" / "run.toml"
+        again.parent.mkdir(exist_ok=True)
+        again.write_text(to_toml(config))
+        assert load_config(again, ["--island.id", "1"]).config == own.config
+    for argv, wanted in (
+        (["--semi_sync.sync_every", "7"], (7, None)),
+        (["--island.own_sync_every", "7"], (10, 7)),
+    ):
+        c = load(tmp_path, text, "--island.id", "1", *argv).config
+        assert (c.semi_sync.sync_every, c.island.own_sync_every) == wanted
+        run = load(tmp_path, text, *argv).config
+        assert (run.semi_sync.sync_every, for_island(run, 1).island.own_sync_every) == wanted
 
 
 def test_run_takes_islands_and_ranks_from_the_tables(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_the_contracted_sections_are_there() -> None:
         "island.name": "",
         "island.advertise": "",
         "island.port": 0,
+        "island.own_sync_every": None,
         "lighthouse.address": "",
         "lighthouse.heartbeat_interval_s": 0.5,
         "lighthouse.heartbeat_timeout_s": 5.0,
@@ -195,7 +196,11 @@ def test_a_trainer_takes_its_file_from_the_command_line() -> None:
             "[semi_sync]\nsync_every = 99999",
             "semi_sync.sync_every (99999) is more than training.steps (10000)",
         ),
-        ("[training]\ndataset = 'c4'\n[[data.sources]]\npath = 'x'", "training.dataset and"),
+        ("[training]\ndataset = 'c4'\n[[data.sources]]\npath = 'x'", "training.dataset: not used, because"),
+        (
+            "[training.dataloader]\nnum_workers = 1\nprefetch_factor = 2\n[[data.sources]]\npath = 'x'",
+            "training.dataloader.num_workers and training.dataloader.prefetch_factor: not used, because",
+        ),
         ("", "checkpoint.enable = false"),
         (
             "[checkpoint]\nenable = true\nlast_save_model_only = true",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from tests.helpers.light_cli import validate
 from torchtitan_diloco.config.load import ConfigError, load_config
 from torchtitan_diloco.config.retired import HARMLESS, RETIRED
 
@@ -340,16 +341,7 @@ def test_retired_keys_are_accepted_with_a_note_where_they_change_nothing(tmp_pat
 def test_validate_answers_in_two_seconds_without_importing_torch(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text("[training]\nstep = 1\n")
-    code = (
-        "import sys\n"
-        "from torchtitan_diloco.cli import dispatch\n"
-        f"code = dispatch(['validate', {str(file)!r}])\n"
-        "heavy = {'torch', 'numpy', 'torchtitan', 'torchft', 'datasets'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else code)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=10, check=False
-    )
+    done = validate(file, timeout_s=10)
     assert done.returncode == 2, done.stderr
     assert done.stderr == f"error: {file}:2: training.step: unknown key; did you mean training.steps?\n"
 

@@ -51,6 +51,7 @@ def test_islands_agree_on_what_defines_the_run_and_not_on_what_is_local(tmp_path
     }
     shared |= {k for k in keys() if k.startswith("semi_sync.")} | {
         "data.seed",
+        "data.shards",
         "debug.seed",
         "transport.kind",
     }

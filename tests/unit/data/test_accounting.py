@@ -1,11 +1,17 @@
 """Field cases of sample accounting, on the in-memory network with the real method and ledger."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.helpers.schedules import Schedule, source
-from torchtitan_diloco.data.audit import audit
+import pytest
+
+from tests.helpers.schedules import Feed, Sample, Schedule, source
+from torchtitan_diloco.data.audit import Account, Report, audit
+from torchtitan_diloco.data.ledger import LEDGER, READING, Ledger, read_ledger, read_reading
 from torchtitan_diloco.exchange.memory import Boundary, Fate
+from torchtitan_diloco.semi_sync.none import NoSync
 
 
 def test_fr52_nothing_is_lost_or_repeated_while_an_island_is_away(tmp_path: Path) -> None:
@@ -109,6 +115,83 @@ def test_a_ledger_that_repeats_samples_or_leaves_a_gap_is_broken(tmp_path: Path)
     assert f"stream {name}: positions {begin - 1} to {begin} (epoch" in report.problems[0]
     commits[2]["consumed"]["0"][name] = [begin + 1, end]
     assert any(f"goes on at {begin + 1}, but stood at {begin}" in p for p in audit([account]).problems)
+
+
+class Plain:
+    """An island that trains on its own, over starts, crashes and checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.read = folder, Counter[Sample]()
+        self.saved: tuple[int, dict[str, int], Counter[Sample]] = (0, {}, Counter())
+
+    def start(self) -> None:
+        self.feed = Feed([source("a", 20, shards=3), source("b", 9, shards=2)], batch=4, island=0)
+        self.ledger = Ledger(self.folder, 0)
+        self.step, positions, read = self.saved
+        if positions:
+            self.feed.assign(positions)
+        self.read = read.copy()
+        setup = SimpleNamespace(island=0, feed=self.feed, ledger=self.ledger)
+        self.method = NoSync(setup)  # type: ignore[arg-type]
+        assert self.method.join(self.step) == self.step
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.read.update(self.feed.next_batch())
+            self.step += 1
+            self.method.after_inner_step(self.step, 10)
+
+    def save(self) -> None:
+        assert self.method.state() == ({}, {})
+        self.saved = (self.step, self.feed.positions(), self.read.copy())
+
+    def audit(self, running: bool = False) -> Report:
+        entries, broken = read_ledger(self.folder / LEDGER)
+        assert broken == 0
+        account = Account(0, entries, read_reading(self.folder / READING), running)
+        report = audit([account])
+        assert report.ok and not report.slots and report.notes == []
+        assert set(self.read.values()) <= {1}
+        for row in report.epochs:
+            mine = sum(source == row.source and epoch == row.epoch for source, epoch, _ in self.read)
+            assert row.consumed == mine
+        return report
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_island_alone_keeps_an_account_without_slots(saves: bool, tmp_path: Path) -> None:
+    island = Plain(tmp_path)
+    for number, steps in enumerate((7, 5, 3, 9)):  # into the third epoch, with a crash after each
+        island.start()
+        island.audit()
+        island.train(steps)
+        island.audit(running=True)
+        if saves:
+            island.save()
+            island.audit()
+            island.train(2)  # will be read again, and is no repeat then
+        report = island.audit()
+        assert sum(row.lost + row.in_flight + row.deferred for row in report.epochs) <= (0 if saves else 28)
+        island.ledger.close()
+        assert report.slot == (island.saved[0] if saves else 0), number
+    assert len(report.epochs) >= 3
+
+
+def test_an_older_checkpoint_that_an_island_alone_goes_on_from_is_what_counts(tmp_path: Path) -> None:
+    island = Plain(tmp_path)
+    island.start()
+    island.train(2)
+    island.save()
+    older = island.saved
+    island.train(3)
+    island.save()
+    island.ledger.close()
+    island.saved = older
+    island.start()
+    lost = [r for row in island.audit().epochs for r in row.ranges]
+    assert lost and all("step 5 belongs to a history that was not continued" in r.cause for r in lost)
+    island.train(5)
+    assert [r for row in island.audit().epochs for r in row.ranges] == []
 
 
 def test_a_crash_of_all_islands_loses_only_what_nobody_read_again(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.helpers.documents import numbered_documents
+from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.own import DataSource
+from torchtitan_diloco.configure import trainer_config
 from torchtitan_diloco.data.loader import CorpusDataLoader
 from torchtitan_diloco.data.order import permute
 from torchtitan_diloco.data.prepare import prepare
@@ -156,10 +158,11 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks(build: Callable[..., 
     assert sorted(before + rows(take(after, 4))) == sorted(rows(take(build(), 12)))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 def test_resume_in_the_second_epoch_of_twenty_samples_reads_exactly_what_is_left(
-    build: Callable[..., CorpusDataLoader], tokenizer_dir: Path, tmp_path: Path
+    workers: int, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
-    """The loader has no worker processes, so there is only this one case of them."""
+    """As a run builds its loader, which has no worker processes whatever the settings say, and so nothing fetched ahead."""
     documents = numbered_documents(400)
     for count in range(1, 400):
         (tmp_path / "input.txt").write_text("\n\n".join(documents[:count]))
@@ -168,12 +171,25 @@ def test_resume_in_the_second_epoch_of_twenty_samples_reads_exactly_what_is_left
         if manifest is not None:
             break
     assert manifest is not None and manifest.counts.sequences == 20
-    path = str(tmp_path / f"corpus-{count}")
-    everything = sorted(map(tuple, build(path=path).samples[0].read(np.arange(20)).inputs.tolist()))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[model]\nhf_assets_path = "{tokenizer_dir}"\n[training]\nseq_len = {SEQ_LEN}\nlocal_batch_size = 1\n'
+        f'[[data.sources]]\npath = "{tmp_path}/corpus-{count}"\n'
+    )
+    config = trainer_config(load_config(file, ["--training.dataloader.num_workers", str(workers)]))
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+
+    def build() -> CorpusDataLoader:
+        return config.dataloader.build(
+            dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1,
+            snapshot_every_n_steps=1,
+        )  # fmt: skip
+
+    everything = sorted(map(tuple, build().samples[0].read(np.arange(20)).inputs.tolist()))
     for stop in range(21, 40):
-        before = build(path=path, batch=1)
+        before = build()
         seen = rows(take(before, stop))[20:]
-        after = build(path=path, batch=1)
+        after = build()
         after.load_state_dict(before.state_dict())
         rest = rows(take(after, 40 - stop))
         assert sorted(row[0] for row in seen + rest) == everything

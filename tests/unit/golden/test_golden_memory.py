@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.golden.compare import Mismatch, check_run, last_checkpoint, read_send, rounds
-from tests.golden.island import Case, Plan
+from tests.golden.island import Case, Plan, paces
 from tests.golden.memory_run import run_memory
 from tests.golden.reference import shares
 from torchtitan_diloco.exchange.memory import Boundary, Fate
@@ -47,6 +47,21 @@ def test_unequal_windows_are_what_was_sent(tmp_path):
     assert sent[0] == [(7, 112)] * 3 + [(3, 48)]
     assert sent[1] == [(5, 120)] * 3 + [(1, 24)]
     assert sent[2] == [(6, 48)] * 3 + [(2, 16)]
+
+
+@pytest.mark.parametrize("fragments, overlap", [(1, 0), (2, 2)])
+def test_islands_of_a_run_with_a_sync_every_of_their_own_are_reproduced(fragments, overlap, tmp_path):
+    case = Case(fragments=fragments, overlap=overlap, run=(10, 34))
+    plans = [Plan(10, 34, rows=2), Plan(5, 17, rows=3), Plan(30, 102, rows=1)]
+    islands = run_memory(tmp_path, case, plans)
+    results = check_run(tmp_path, range(3), case.outer(), paces=paces(plans))
+    assert len(results) == 3 * fragments + fragments
+    assert len({result.digest for result in results}) == len(results), "the anchor did not move"
+    if fragments == 1:
+        assert results[0].weights == shares([(10, 160), (5, 120), (30, 240)], "tokens")
+    for island, plan in zip(islands, plans, strict=True):
+        assert island.step == island.method.last_step() == plan.steps
+        assert island.method.progress(island.step) == 34
 
 
 @pytest.mark.parametrize(

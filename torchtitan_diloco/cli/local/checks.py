@@ -6,7 +6,7 @@ import socket
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import UserError
 
-SHIPPED = {"semi_sync.method": ("none", "local_sgd", "diloco"), "transport.kind": ("gloo",)}
+SHIPPED = {"semi_sync.method": ("none", "local_sgd", "diloco", "sync"), "transport.kind": ("gloo",)}
 """Names that need no look at the registries, whose import takes seconds because it takes torch along."""
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.tokenizer import tokenizer_digest
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.observe.reading import anchor_agreement
+from torchtitan_diloco.outer.slots import own_steps
 from torchtitan_diloco.process import adopt_orphans
 
 
@@ -135,7 +136,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
     elif not address:
         lighthouse = LocalLighthouse(
             folder,
-            join_timeout_s=config.lighthouse.join_timeout_s,
+            join_timeout_s=join_timeout_s(config),
             heartbeat_timeout_s=config.lighthouse.heartbeat_timeout_s,
         )
         address = lighthouse.address
@@ -164,7 +165,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
 
     islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
     header = f"run folder {folder} | Lighthouse {address or 'none'}"
-    with View(console, islands, header=header, steps=config.training.steps) as view:
+    with View(console, islands, header=header, steps=_last_steps(config, request.ranks)) as view:
 
         def each_tick() -> None:
             if lighthouse is not None and (news := lighthouse.keep_alive()):
@@ -194,6 +195,22 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             # An island that knows its end gives the reason, and the reason is the user's to put right.
             raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
+
+
+def _last_steps(config: RunConfig, ranks: Mapping[int, int]) -> dict[int, int]:
+    """Of each island, inner steps of its own in the whole run."""
+    steps, every = config.training.steps, config.semi_sync.sync_every
+    if config.semi_sync.method == "none":
+        return dict.fromkeys(ranks, steps)
+    return {i: own_steps(steps, every, for_island(config, i).island.own_sync_every) for i in ranks}
+
+
+def join_timeout_s(config: RunConfig) -> float:
+    """How long a quorum waits for an island that beats and has not asked."""
+    if config.semi_sync.method != "sync":
+        return config.lighthouse.join_timeout_s
+    # It is in its inner step, in which the others would wait for it anyway; without it they would leave it behind.
+    return max(config.lighthouse.join_timeout_s, config.transport.exchange_timeout_s)
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:

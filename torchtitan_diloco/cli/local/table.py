@@ -1,7 +1,7 @@
 """What a person sees of a local run: one live table on a terminal, plain lines elsewhere, the closing table."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -39,10 +39,10 @@ class View:
         islands: Sequence[Island],
         *,
         header: str,
-        steps: int,
+        steps: Mapping[int, int],
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`steps` is training.steps of the run; `header` is shown above the table."""
+        """steps: of each island, inner steps of its own in the whole run. header: shown above the table."""
         self._console = console
         self._islands = islands
         self._header = header
@@ -107,7 +107,7 @@ class View:
         return [
             str(island.number),
             island.phase.value,
-            f"{figures.current_step}/{self._steps}",
+            f"{figures.current_step}/{self._steps[island.number]}",
             number(figures.last_loss, ".4f"),
             number(speed, ",.0f"),
             number(figures.slot, "d"),
