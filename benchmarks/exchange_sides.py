@@ -215,14 +215,15 @@ def watch(clock: Clock) -> None:
     from torchtitan_diloco.outer import state
     from torchtitan_diloco.outer.optimizer import OuterSGD
     from torchtitan_diloco.semi_sync import diloco
+    from torchtitan_diloco.semi_sync.merger import Merger
     from torchtitan_diloco.semi_sync.wire import Wire
 
     clock.watch(IslandParameters, "snapshot", "snapshot")
     clock.watch(diloco, "pseudo_gradient", "delta")
     clock.watch(diloco, "is_finite", "delta finite?")
     clock.watch(Wire, "encode", "encode")
-    clock.watch(GlooBulk, "gather", "wire")
-    clock.watch(Wire, "merge", "decode and merge")
+    clock.watch(GlooBulk, "exchange", "wire")
+    clock.watch(Merger, "__call__", "decode and merge")
     clock.watch(protocol, "is_finite", "merged finite?")
     clock.watch(protocol, "digest", "digest of merged")
     clock.watch(OuterSGD, "step", "outer step")

@@ -23,6 +23,7 @@ from torchtitan_diloco.config.own import (
     TransportConfig,
 )
 from torchtitan_diloco.exchange import bulk, gloo
+from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.control import ControlServer
 from torchtitan_diloco.exchange.gloo import GlooTransport
 from torchtitan_diloco.outer.policy import Header
@@ -95,13 +96,13 @@ class CutIsland:
             offer(header, payload)
 
         transport.offer = noted  # type: ignore[method-assign]
-        gather = transport._bulk.gather
+        exchange = transport._bulk.exchange
 
-        def counted(me: Any, attempt: tuple[int, str], *arguments: Any) -> Any:
-            self.bulks[attempt[0]] += 1
-            return gather(me, attempt, *arguments)
+        def counted(me: Any, effect: Bulk, store: str) -> Any:
+            self.bulks[effect.attempt[0]] += 1
+            return exchange(me, effect, store)
 
-        transport._bulk.gather = counted  # type: ignore[method-assign]
+        transport._bulk.exchange = counted  # type: ignore[method-assign]
 
     @property
     def transport(self) -> GlooTransport:
@@ -163,19 +164,19 @@ def cut_bulk(times: int) -> tuple[Callable[[list[CutIsland]], None], list[int]]:
     def plant(islands: list[CutIsland]) -> None:
         keep = set().union(*(island.ports() for island in islands))
         sender = islands[0].transport._bulk
-        gather = sender.gather
+        exchange = sender.exchange
         local = threading.local()
 
-        def noted(me: Any, attempt: tuple[int, str], *arguments: Any) -> Any:
-            local.slot, local.chunks = attempt[0], 0
-            return gather(me, attempt, *arguments)
+        def noted(me: Any, effect: Bulk, store: str) -> Any:
+            local.slot, local.chunks = effect.attempt[0], 0
+            return exchange(me, effect, store)
 
         def take(size: float) -> None:
             local.chunks += 1
             if local.slot == SLOT and local.chunks == 7 and len(cuts) < times:
                 cuts.append(cut_gloo(keep))
 
-        sender.gather = noted  # type: ignore[method-assign]
+        sender.exchange = noted  # type: ignore[method-assign]
         sender._bucket.take = take  # type: ignore[method-assign]
 
     return plant, cuts

@@ -85,6 +85,7 @@ class GlooBulk:
             if attempt != bulk.attempt:
                 raise RuntimeError("given up between two stages")
             return group
+        self._between.pop(lane, None)
         kept = self._kept.pop(lane, None) if bulk.whole else None
         self._latest[lane] = bulk.attempt
         if kept is not None and kept[1] == epoch:

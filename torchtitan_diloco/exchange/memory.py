@@ -246,6 +246,7 @@ class MemoryTransport(Transport):
 
     def offer(self, header: Header, payload: torch.Tensor) -> None:
         self.offered = self.net.now
+        self.traffic[header.slot] = (0, 0)
         self.perform(self.protocol.offer(header, payload))
         if not self.ticking:
             self.ticking = True
@@ -281,8 +282,9 @@ class MemoryTransport(Transport):
         if parts is None:
             self.perform(self.protocol.bulk_failed(bulk.attempt, reason))
             return
-        before, going = self.traffic.get(bulk.attempt[0], (0, 0)), bulk.traffic(self.me)
-        self.traffic[bulk.attempt[0]] = before[0] + going[0], before[1] + going[1]
+        before, going = self.traffic.get(bulk.attempt[0]), bulk.traffic(self.me)
+        if before is not None:
+            self.traffic[bulk.attempt[0]] = before[0] + going[0], before[1] + going[1]
         self.perform(self.protocol.bulk_done(bulk.attempt, parts))
 
     def perform(self, effects: list[Effect]) -> None:

@@ -11,7 +11,7 @@ from tests.golden.memory_run import MemoryRun
 from tests.golden.turns import Stuck
 from tests.helpers.codec_faults import CODEC_FAULTS
 from tests.helpers.faults import Fault, plant
-from torchtitan_diloco.outer import merge
+from torchtitan_diloco.outer.codec import codec
 from torchtitan_diloco.semi_sync import diloco, wire
 
 RUNS = {
@@ -50,9 +50,11 @@ USE = [
     Fault("noise of another run", wire, "noise_seed(self._run_id,", "noise_seed('',", "int8 with noise"),
     Fault("block of the settings not used", wire, "block=config.block", "block=None", "block"),
     Fault("rounding of the settings not used", wire, "rounding=config.rounding", "rounding=\"nearest\"", "int8 with noise"),
-    Fault("decoded before it is weighted, by one rounding less", merge,
-          "plan.decode_add(contribution.payload, share, merged)",
-          "plan.decode(contribution.payload, x := torch.empty_like(merged)); merged.add_(x, alpha=share)", "sums"),
+    Fault("weighted and added with one rounding less", codec,
+          "            decoded.mul_(self._share)\n        if add:\n            target.add_(decoded[:count])",
+          "            add or decoded.mul_(self._share)\n        if add:\n"
+          "            target.add_(decoded[:count], alpha=share)",
+          "sums"),
 ]  # fmt: skip
 
 FAULTS = [fault for fault in CODEC_FAULTS if fault.case in RUNS] + USE

@@ -81,9 +81,10 @@ class Float64Plan:
 
 
 class Float64Wire:
-    """In place of Wire, whose codecs know float32 only; the merge is the production one."""
+    """In place of Wire, whose codecs know float32 only; the merge is the production one, and nothing is cut."""
 
     def __init__(self, fragments: Sequence[Fragment], weight: Weight) -> None:
+        self.merge = self
         self.plans = [Float64Plan(fragment.numel) for fragment in fragments]
         self.weight = weight
 
@@ -96,7 +97,12 @@ class Float64Wire:
     def reset(self, fragment: int) -> None:
         pass
 
-    def merge(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[torch.Tensor, list[float]]:
+    def sizes(self, fragment: int) -> tuple[int, ...]:
+        return (8 * self.plans[fragment].numel,)
+
+    def __call__(
+        self, fragment: int, contributions: Sequence[Contribution]
+    ) -> tuple[torch.Tensor, list[float]]:
         return mean(contributions, self.weight, self.plans[fragment])  # type: ignore[arg-type]
 
 
