@@ -3,9 +3,10 @@
     python benchmarks/data_prepare.py --megabytes 1000
 
 Text is the bundled one, over and over, each chapter with other numbers in it so that nothing is cached. The library encodes
-the same documents from memory with all its threads (reading not timed, ids left where they are), before, between and after
-two preparations of a quarter and of the whole; these count from the command to the finished corpus. On a machine that others
-use as well, the ratio of processor seconds per megabyte says more than that of wall time. Prints one JSON object.
+the same documents from memory with all its threads (reading not timed, ids left where they are), before and after each
+preparation: of a quarter, ``--rounds`` times, and of the whole. These count from the command to the finished corpus, and are
+compared with the library just before and after. On a machine that others use as well, the ratio of processor seconds per
+megabyte says more than that of wall time, and ``cores_used`` how much of it each got. Prints one JSON object.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def library(path: Path, megabytes: float) -> dict[str, float]:
     for first in range(0, len(documents), 4096):
         tokenizer.encode_batch_fast(documents[first : first + 4096])
     seconds, cpu = time.monotonic() - began, cpu_seconds() - used
-    return {"mb_per_s": size / 1e6 / seconds, "cpu_s_per_mb": cpu / (size / 1e6)}
+    return {"mb_per_s": size / 1e6 / seconds, "cpu_s_per_mb": cpu / (size / 1e6), "cores_used": cpu / seconds}
 
 
 def preparation(path: Path, output: Path) -> dict[str, float]:
@@ -78,6 +79,7 @@ def preparation(path: Path, output: Path) -> dict[str, float]:
     return {
         "mb_per_s": megabytes / seconds,
         "cpu_s_per_mb": cpu / megabytes,
+        "cores_used": cpu / seconds,
         "tokens": manifest.counts.tokens,
         **peak,
     }
@@ -99,12 +101,15 @@ def _send(sender: Any, call: Callable[..., Any], *arguments: Any) -> None:
     sender.send(call(*arguments))
 
 
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=1000)
-    parser.add_argument(
-        "--library-megabytes", type=float, default=100, help="sample for each of its two runs"
-    )
+    parser.add_argument("--library-megabytes", type=float, default=100, help="sample for each of its runs")
+    parser.add_argument("--rounds", type=int, default=1, help="preparations of a quarter")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="data-prepare-"))
     try:
@@ -112,22 +117,28 @@ def main() -> None:
         make_text(small, options.megabytes / 4)
         make_text(large, options.megabytes)
         sample = min(options.library_megabytes, options.megabytes)
-        alone = [apart(library, large, sample)]
-        quarter = apart(preparation, small, folder / "small")
-        alone.append(apart(library, large, sample))
-        whole = apart(preparation, large, folder / "large")
-        alone.append(apart(library, large, sample))
+        alone, prepared = [apart(library, large, sample)], []
+        for number, path in enumerate([*[small] * options.rounds, large]):
+            prepared.append(apart(preparation, path, folder / f"corpus-{number}"))
+            shutil.rmtree(folder / f"corpus-{number}")
+            alone.append(apart(library, large, sample))
     finally:
         shutil.rmtree(folder)
-    mean = {key: sum(run[key] for run in alone) / len(alone) for key in alone[0]}
+    around = list(zip(prepared, alone[:-1], alone[1:], strict=True))
     figures = {
         "cores": len(os.sched_getaffinity(0)),
         "megabytes": options.megabytes,
-        "library": [{k: round(v, 3) for k, v in run.items()} for run in alone],
-        "quarter": {k: round(v, 3) for k, v in quarter.items()},
-        "whole": {k: round(v, 3) for k, v in whole.items()},
-        "ratio_wall": round(whole["mb_per_s"] / mean["mb_per_s"], 3),
-        "ratio_cpu": round(mean["cpu_s_per_mb"] / whole["cpu_s_per_mb"], 3),
+        "library": [rounded(run) for run in alone],
+        "quarter": [rounded(run) for run in prepared[:-1]],
+        "whole": rounded(prepared[-1]),
+        "ratios_wall": [
+            round(2 * run["mb_per_s"] / (before["mb_per_s"] + after["mb_per_s"]), 3)
+            for run, before, after in around
+        ],
+        "ratios_cpu": [
+            round((before["cpu_s_per_mb"] + after["cpu_s_per_mb"]) / (2 * run["cpu_s_per_mb"]), 3)
+            for run, before, after in around
+        ],
     }
     print(json.dumps(figures))
 
