@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.unit.exchange.fault_schedules import Fault, Schedule
 from tests.unit.exchange.simulation import Simulation, random_script, random_simulation
 from torchtitan_diloco.exchange.memory import Boundary, Fate
 
@@ -93,3 +94,15 @@ def test_schedules_that_once_came_to_no_end(seed: int) -> None:
 def test_an_island_without_memory_of_a_slot_that_others_have_passed_heals() -> None:
     """Smallest schedule found: those who had committed a slot died and came back; a third still waited for its outcome."""
     complete(Simulation(3, 6, 2003, random_script(2003 * 7 + 3, 1 + 2003 % 4, 120)))
+
+
+def test_a_slot_that_fails_since_another_is_offered_again_is_made_up_for_within_the_window() -> None:
+    """Found by seed 1029. Islands behind in slot 3 ask for a new epoch, each for itself; that uses up the tries of slot 4."""
+    crashes = {
+        32: Fault("receiver crashes after"),
+        55: Fault("receiver crashes after"),
+        71: Fault("duplicate", 3.586119275508761),
+        101: Fault("sender crashes after"),
+    }
+    simulation = Schedule(3, 6, fragments=2, overlap=1, faults=crashes, seed=1029).run()
+    assert 4 not in simulation.commits and 5 in simulation.commits
