@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.exchange.fault_schedules import drawn_with_owners
+from tests.unit.exchange.fault_schedules import Fault, Schedule, drawn_with_owners
 from tests.unit.exchange.simulation import (
     KINDS,
     Simulation,
@@ -133,3 +133,15 @@ def test_lost_or_late_messages_between_owners_change_no_result(kind: str) -> Non
 def test_random_schedules_with_owners(seed: int) -> None:
     """A sample; the integration tier draws others at every run."""
     drawn_with_owners(seed).run()
+
+
+def test_a_slot_that_fails_since_another_is_offered_again_is_made_up_for_within_the_window() -> None:
+    """Found by seed 1029. Islands behind in slot 3 ask for a new epoch, each for itself; that uses up the tries of slot 4."""
+    crashes = {
+        32: Fault("receiver crashes after"),
+        55: Fault("receiver crashes after"),
+        71: Fault("duplicate", 3.586119275508761),
+        101: Fault("sender crashes after"),
+    }
+    simulation = Schedule(3, 6, fragments=2, overlap=1, faults=crashes, seed=1029).run()
+    assert 4 not in simulation.commits and 5 in simulation.commits
