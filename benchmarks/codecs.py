@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from paired import require_counts
 
 from torchtitan_diloco.outer.codec import Plan, make_codec, noise_seed
 
@@ -61,9 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--values", type=int, default=TARGET_VALUES, help="values of the tensor")
     parser.add_argument("--repeats", type=int, default=7, help="the best of so many counts")
     arguments = parser.parse_args(argv)
-    for name in ("values", "repeats"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    require_counts(parser, arguments, "values", "repeats")
     return arguments
 
 

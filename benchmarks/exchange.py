@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from exchange_sides import ISLANDS, Job, Shape, serve
-from paired import interval, machine, order_of_turns
+from paired import interval, machine, order_of_turns, require_counts
 
 TARGETS = {"fp32": 0.7, "int8": 0.5}
 """Seconds of our slot over stock's, by wire format."""
@@ -55,9 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cost", action="store_true", help="CPU seconds per MB instead, of every codec")
     parser.add_argument("--layers", type=int, default=Shape().layers, help="of the model")
     arguments = parser.parse_args(argv)
-    for name in ("pairs", "layers"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    require_counts(parser, arguments, "pairs", "layers")
     arguments.wire = arguments.wire.split(",")
     if unknown := [wire for wire in arguments.wire if wire not in WIRES]:
         parser.error(f"--wire {unknown[0]}: choose from {', '.join(WIRES)}")

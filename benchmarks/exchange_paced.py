@@ -31,7 +31,7 @@ from typing import Any
 
 from exchange_sides import ISLANDS, Shape
 from inner_overhead import free_port, lighthouse
-from paired import interval, machine, order_of_turns
+from paired import interval, machine, order_of_turns, require_counts
 
 REPO = Path(__file__).parents[1]
 HEAD = 32  # values of an attention head
@@ -49,9 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--overlap", type=int, default=0, help="inner steps")
     arguments = parser.parse_args(argv)
-    for name in ("window", "pairs", "fragments"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    require_counts(parser, arguments, "window", "pairs", "fragments")
     if arguments.pace <= 0:
         parser.error("--pace must be more than 0")
     return arguments

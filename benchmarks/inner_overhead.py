@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from paired import interval, machine, order_of_turns, verdict
+from paired import interval, machine, order_of_turns, require_counts, verdict
 
 REPO = Path(__file__).parents[1]
 WARM_UP_STEPS = 10
@@ -47,9 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long to measure")
     parser.add_argument("--batch", type=int, default=1, help="rows per rank and step")
     arguments = parser.parse_args(argv)
-    for name in ("ranks", "threads", "block_steps", "batch"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    require_counts(parser, arguments, "ranks", "threads", "block_steps", "batch")
     return arguments
 
 

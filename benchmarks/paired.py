@@ -1,5 +1,6 @@
 """Comparing two programs on a machine whose speed drifts: the order of turns, and what paired ratios say."""
 
+import argparse
 import os
 import platform
 from collections.abc import Sequence
@@ -38,3 +39,10 @@ def verdict(low: float, high: float, target: float) -> str:
     if low >= target:
         return "met"
     return "MISSED" if high < target else "not resolved (the interval holds it): measure for longer"
+
+
+def require_counts(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str) -> None:
+    """End with a usage error where one of these options is below 1."""
+    for name in names:
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")

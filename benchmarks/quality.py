@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paired import machine
+from paired import machine, require_counts
 
 from torchtitan_diloco.observe.reading import EventTail
 
@@ -48,9 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="inner steps of each island")
     parser.add_argument("--batch", type=int, default=4, help="rows of 128 tokens per island and step")
     arguments = parser.parse_args(argv)
-    for name in ("seeds", "steps", "batch"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    require_counts(parser, arguments, "seeds", "steps", "batch")
     return arguments
 
 

@@ -28,9 +28,8 @@ def trainer_config(resolved: Resolved) -> Any:
     shared = agreement(config)
     if config.semi_sync.method == "sync":
         shared |= lockstep_agreement(config)
-        config.training.disable_cuda_graphs = (
-            True  # a captured backward pass would not call FSDP's hooks again
-        )
+        # A captured backward pass would not call FSDP's hooks again.
+        config.training.disable_cuda_graphs = True
     spec = run_model(config)
     replaced: dict[str, Any] = {"model_spec": spec}
     if config.data.sources:

@@ -179,6 +179,14 @@ class LocalRun(RunFolder):
     def errors(self) -> str:
         return self._err.read_bytes()[self._from[1] :].decode()
 
+    def says_done(self, island: int, steps: int, tokens: int, slot: int, digest: str) -> bool:
+        """Whether the closing table has this row: done, never restarted, all slots up to ``slot`` committed."""
+        row = (
+            rf"^ +{island} done +{steps} +{tokens:,} +\d\.\d+ +\d\.\d+ +{slot + 1} +\d+\.\d% +0 "
+            rf"{digest[:10]} @ {slot}"
+        )
+        return re.search(row, self.output, re.MULTILINE) is not None
+
     def end(self, within_s: float = 240) -> int:
         code = self.process.wait(within_s)
         self.seconds = time.monotonic() - self.began

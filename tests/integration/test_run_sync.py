@@ -42,9 +42,7 @@ def test_both_islands_hold_the_same_parameters_after_every_slot_and_the_table_sa
     digests = run.common_digests()
     assert list(digests) == [0, 1] and len(set(digests.values())) == 2
     for island in (0, 1):
-        tokens = f"{STEPS * 4 * 128:,}"
-        row = rf"^ +{island} done +{STEPS} +{tokens} +\d\.\d+ +\d\.\d+ +2 +\d+\.\d% +0 {digests[1][:10]} @ 1"
-        assert re.search(row, run.output, re.MULTILINE), run.output
+        assert run.says_done(island, STEPS, STEPS * 4 * 128, 1, digests[1]), run.output
     assert "anchors are equal at slot 1" in run.output and run.errors == ""
 
 
@@ -124,9 +122,12 @@ def test_parameters_are_equal_in_every_slot_that_both_islands_closed(
 ) -> None:
     run, resumed = battered
     common = resumed.common_digests()
+    # One before the kill, two by the incarnation that came back, one at least after the stop; more if it was back soon.
+    assert len(set(common.values())) == len(common) >= 4
+    together = {e["round"] for e in run.events(0, "round") if e["participants"] == [0, 1]}
     assert (
-        len(set(common.values())) == len(common) >= 4
-    )  # how many both closed depends on how long one was away
+        common.keys() <= together and len(together - common.keys()) <= 1
+    )  # it was killed in the middle of a slot
     assert max(common) == 60 // 5 - 1
     assert resumed.path == run.path
 

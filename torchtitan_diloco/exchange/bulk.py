@@ -16,9 +16,7 @@ from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.outer import buffers
 
 CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
-AHEAD = (
-    4  # messages under way to each member at once, so that the link does not idle for a round trip after each
-)
+AHEAD = 4  # messages under way to each member, so that the link does not idle for a round trip after each
 
 
 def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, str]:
@@ -54,11 +52,10 @@ class GlooBulk:
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._traffic = traffic
-        self._kept: dict[int, tuple[int, str, Any]] = {}  # lane -> (slot that used it last, epoch, group)
-        self._between: dict[
-            int, tuple[tuple[int, str], Any]
-        ] = {}  # lane -> attempt that has a stage to come, group
-        self._latest: dict[int, tuple[int, str]] = {}  # lane -> attempt that has begun last
+        # By lane: slot that used the group last, epoch, group; attempt that has a stage to come, group; latest attempt.
+        self._kept: dict[int, tuple[int, str, Any]] = {}
+        self._between: dict[int, tuple[tuple[int, str], Any]] = {}
+        self._latest: dict[int, tuple[int, str]] = {}
         self._store, self.address = serve_store(host, 0, self._timeout)
 
     def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:

@@ -73,9 +73,8 @@ class ControlServer:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._shelf: dict[str, OuterState] = {}
-        self._read: dict[
-            str, float
-        ] = {}  # when a state on the shelf was last asked for, or a piece of it sent
+        # When a state on the shelf was last asked for, or a piece of it sent.
+        self._read: dict[str, float] = {}
         self.step = 0  # of run progress
         sock = bind(host, port)
         self.port: int = sock.getsockname()[1]

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(slots=True)
-class Traffic:
+class Cost:
     """What averaging has cost this rank: seconds that it waited, bytes it sent (it received as many)."""
 
     seconds: float = 0.0
@@ -20,7 +20,7 @@ class Traffic:
 class Lockstep(ABC):
     """One rank's side. Calls block; all but ``average`` are made between, or instead of, the steps of the model."""
 
-    traffic: Traffic
+    cost: Cost
     patience_s: float
     """How long to wait for other islands."""
 

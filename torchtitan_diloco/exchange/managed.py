@@ -19,14 +19,12 @@ from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo, create_store_client
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig
-from torchtitan_diloco.exchange.lockstep import Lockstep, Traffic
+from torchtitan_diloco.exchange.lockstep import Cost, Lockstep
 
 logger = logging.getLogger(__name__)
 
 REACH_S = 10.0  # how long the Lighthouse may take to answer
-QUORUM_RETRIES = (
-    40  # a request that is under way when the Lighthouse dies is lost; the ManagerServer then asks again
-)
+QUORUM_RETRIES = 40  # a request under way when the Lighthouse dies is lost; the ManagerServer then asks again
 CONNECT_S = 20.0  # a member that was there a moment ago connects within seconds, or is gone
 
 
@@ -128,7 +126,7 @@ class ManagedLockstep(Lockstep):
         """held: the store itself, where this rank serves it. Raises what TorchFT does when no Lighthouse answers."""
         quieten()
         self.patience_s = lighthouse.patience_s
-        self.traffic = Traffic()
+        self.cost = Cost()
         self._held = held
         self._group = LateGroup(timedelta(seconds=timeout_s))
         address, _, port = store.rpartition(":")
@@ -168,9 +166,8 @@ class ManagedLockstep(Lockstep):
             # Without this, every later start_quorum raises the old error again (torchft 0.2.0).
             self._manager._quorum_future = None
             return False
-        if (
-            not self._level
-        ):  # somebody was away, perhaps in a group of its own: what is left of this one is not to be trusted
+        if not self._level:
+            # Somebody was away, perhaps in a group of its own: what is left of this one is not to be trusted.
             self._group.hang_up()
         return True
 
@@ -222,8 +219,8 @@ class ManagedLockstep(Lockstep):
         )  # to the Manager; what travels is a sum, which is all that gloo can do
         # Waited for on the stream it was issued on, as a managed work must be.
         self._managed.allreduce([tensor], options).wait()
-        self.traffic.seconds += time.monotonic() - began
-        self.traffic.sent += 2 * (size - 1) * tensor.nbytes // size  # gloo's ring
+        self.cost.seconds += time.monotonic() - began
+        self.cost.sent += 2 * (size - 1) * tensor.nbytes // size  # gloo's ring
 
     def vote(self, ballot: torch.Tensor) -> torch.Tensor:
         self._group.require()

@@ -19,6 +19,7 @@ from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, 
 from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
+from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState, combine
@@ -197,7 +198,7 @@ class MemoryTransport(Transport):
     step: int = 0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     offered: float = 0.0
-    traffic: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> bytes sent and received
+    traffic: Traffic = field(default_factory=Traffic)
     ticking: bool = False
     protocol: SlotProtocol = field(init=False)
 
@@ -246,7 +247,7 @@ class MemoryTransport(Transport):
 
     def offer(self, header: Header, payload: torch.Tensor) -> None:
         self.offered = self.net.now
-        self.traffic[header.slot] = (0, 0)
+        self.traffic.open(header.slot)
         self.perform(self.protocol.offer(header, payload))
         if not self.ticking:
             self.ticking = True
@@ -282,9 +283,8 @@ class MemoryTransport(Transport):
         if parts is None:
             self.perform(self.protocol.bulk_failed(bulk.attempt, reason))
             return
-        before, going = self.traffic.get(bulk.attempt[0]), bulk.traffic(self.me)
-        if before is not None:
-            self.traffic[bulk.attempt[0]] = before[0] + going[0], before[1] + going[1]
+        sent, received = bulk.traffic(self.me)
+        self.traffic.add(bulk.attempt[0], sent=sent, received=received)
         self.perform(self.protocol.bulk_done(bulk.attempt, parts))
 
     def perform(self, effects: list[Effect]) -> None:
@@ -300,7 +300,7 @@ class MemoryTransport(Transport):
             elif isinstance(effect, Renew):
                 self.net.renew()
             elif isinstance(effect, Finished):
-                sent, received = self.traffic.pop(effect.outcome.slot, (0, 0))
+                sent, received = self.traffic.close(effect.outcome.slot)
                 self.outcomes[effect.outcome.slot] = replace(
                     effect.outcome, bytes_sent=sent, bytes_received=received
                 )

@@ -235,14 +235,12 @@ class SlotProtocol:
             return self._void(offer, f"given up by island {sender.island}")
         if offer.epoch is None or message.epoch != offer.epoch.id:
             return []
-        if (
-            offer.phase is Phase.HEADERS and message.status == "void"
-        ):  # only ever asked of one that is past the slot
+        if offer.phase is Phase.HEADERS and message.status == "void":
+            # Only ever asked of one that is past the slot.
             reason = f"island {sender.island} is past it and does not remember it"
             return self._finish(Outcome(offer.slot, "behind", reason=reason))
-        if (
-            offer.phase is Phase.HEADERS and message.status == "committed"
-        ):  # by a roll that left this island out
+        if offer.phase is Phase.HEADERS and message.status == "committed":
+            # By a roll that left this island out.
             reason = f"committed without us by island {sender.island}"
             return self._finish(Outcome(offer.slot, "behind", reason=reason))
         if offer.phase not in (Phase.CONFIRM, Phase.RESOLVE):

@@ -90,11 +90,9 @@ class DiLoCo(SemiSync):
         return OuterSGD(outer.lr, outer.momentum, outer.nesterov)
 
     def make_wire(self) -> Wire:
-        setup = self.setup
-        fragments = (
-            self.fragments if self.group.is_gateway else ()
-        )  # the others only learn of a wrong setting
-        config = setup.config
+        setup, config = self.setup, self.setup.config
+        # Ranks that are no gateways only learn of a wrong setting.
+        fragments = self.fragments if self.group.is_gateway else ()
         return Wire(config.codec, config.merge, fragments, setup.run_id, setup.island, config.num_islands)
 
     # ---- entering --------------------------------------------------------------------------------------------------

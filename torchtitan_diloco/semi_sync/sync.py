@@ -207,9 +207,9 @@ class GradientSync(SemiSync):
     def _close_slot(self) -> None:
         """Sum up the steps since the last slot; all islands do so after the same step."""
         assert self.assembly is not None
-        began, account, traffic = time.monotonic(), self.account, self.assembly.link.traffic
+        began, account, cost = time.monotonic(), self.account, self.assembly.link.cost
         digest = combine(self.group.collect(self.replica.digest()))
-        ranks = self.group.collect((traffic.sent, traffic.seconds))
+        ranks = self.group.collect((cost.sent, cost.seconds))
         sent, exchange_s = sum(sent for sent, _ in ranks), max(seconds for _, seconds in ranks)
         self.setup.trace.event(
             "round",
@@ -227,7 +227,7 @@ class GradientSync(SemiSync):
             committed=True,
             digest=digest,
         )
-        traffic.sent, traffic.seconds, self.stall_s = 0, 0.0, 0.0
+        cost.sent, cost.seconds, self.stall_s = 0, 0.0, 0.0
         account.close_slot(self.clock.reached(account.step), digest)
         self._assign()
 
