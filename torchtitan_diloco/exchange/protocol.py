@@ -184,7 +184,9 @@ class SlotProtocol:
             # Whoever announces under a later epoch has left this attempt; without its confirmation it is void.
             joined = self.headers.get((slot, offer.epoch.id), {}).get(sender)
             if joined is not None and message.serial > joined.serial and sender.island not in offer.confirms:
-                return [*passed, *self._void(offer, f"island {sender.island} has left the attempt")]
+                left = self._void(offer, f"island {sender.island} has left the attempt")
+                # The later epoch comes here as well. Another one, asked for by each, would cost other open slots a try.
+                return [*passed, *(effect for effect in left if not isinstance(effect, Renew))]
         return [*passed, *self._count_headers(offer)]
 
     def _passed_by(self, sender: Member, message: Announce) -> list[Effect]:
