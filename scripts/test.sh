@@ -13,6 +13,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "$#" -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
-# Two files at a time: what most tests do for most of their time is to start processes and to wait.
-.venv/bin/python -m pytest tests/unit -m "not slow" -n 2 --dist loadgroup
-.venv/bin/python -m pytest tests/integration -m "not slow" -n 2 --dist loadgroup
+# The unit tier two files at a time; runs of the integration tier need the cores for themselves.
+.venv/bin/python -m pytest tests/unit -m "not slow" -n 2 --dist loadfile
+.venv/bin/python -m pytest tests/integration -m "not slow"

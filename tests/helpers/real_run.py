@@ -173,11 +173,11 @@ class LocalRun(RunFolder):
 
     @property
     def output(self) -> str:
-        return self._out.read_text()[self._from[0] :]
+        return self._out.read_bytes()[self._from[0] :].decode()
 
     @property
     def errors(self) -> str:
-        return self._err.read_text()[self._from[1] :]
+        return self._err.read_bytes()[self._from[1] :].decode()
 
     def end(self, within_s: float = 240) -> int:
         code = self.process.wait(within_s)

@@ -2,11 +2,7 @@
 
 import json
 
-import pytest
-
 from torchtitan_diloco.cli.data import main
-
-pytestmark = pytest.mark.xdist_group("the run of unequal islands")
 
 
 def test_audit_of_a_real_run_accounts_for_every_sample(unequal_islands_run, capsys):

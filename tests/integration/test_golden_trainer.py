@@ -8,9 +8,6 @@ from tests.golden.reference import Outer
 QUICKSTART = Outer(lr=0.7, momentum=0.9, nesterov=True, weight="tokens")
 
 
-pytestmark = pytest.mark.xdist_group("the run of unequal islands")
-
-
 @pytest.mark.timeout(300)
 def test_reference_reproduces_unequal_islands_of_the_quickstart(unequal_islands_run):
     run = unequal_islands_run

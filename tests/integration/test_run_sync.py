@@ -124,7 +124,9 @@ def test_parameters_are_equal_in_every_slot_that_both_islands_closed(
 ) -> None:
     run, resumed = battered
     common = resumed.common_digests()
-    assert len(set(common.values())) == len(common) >= 8
+    assert (
+        len(set(common.values())) == len(common) >= 4
+    )  # how many both closed depends on how long one was away
     assert max(common) == 60 // 5 - 1
     assert resumed.path == run.path
 

@@ -97,6 +97,8 @@ def main(argv: Sequence[str], edges: Edges | None = None) -> int:
     if options.islands is not None:
         if options.islands < 1:
             raise UserError(f"--islands {options.islands}: give a number above 0")
+        if any(word.partition("=")[0].replace("-", "_") == "__semi_sync.num_islands" for word in overrides):
+            raise UserError("--islands and --semi_sync.num_islands say the same thing: give one of them")
         overrides = ["--semi_sync.num_islands", str(options.islands), *overrides]
     if options.max_restarts < 0:
         raise UserError(f"--max-restarts {options.max_restarts}: give 0 or more")

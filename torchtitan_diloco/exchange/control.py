@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 SHELVED = 2  # published states kept at most: the last, and the one before while somebody reads it
 MESSAGE_LIMIT = 1 << 20  # bytes; a header names every stream the island has read, some 20 bytes each
 PEER_TIMEOUT_S = 10.0  # one request to a peer
+IDLE_S = 60.0
+"""How long an unused connection to a peer is kept: a new one costs a slot a round trip, but firewalls forget old ones."""
 RUN_HEADER = "x-diloco-run"
 
 
@@ -86,7 +88,15 @@ class ControlServer:
                 Route("/state/{key}/{name}", self._tensor),
             ]
         )
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            # Longer than the sender's, so that no message meets a connection that is being closed.
+            timeout_keep_alive=int(1.5 * IDLE_S),
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [sock]}, daemon=True, name="control"
@@ -186,7 +196,10 @@ class Outbox:
         waiting = self._queues[to]
         # trust_env off: peers of this transport are reached directly, never through a site's web proxy.
         with httpx.Client(
-            timeout=self._timeout_s, trust_env=False, headers={RUN_HEADER: self._run_id}
+            timeout=self._timeout_s,
+            trust_env=False,
+            headers={RUN_HEADER: self._run_id},
+            limits=httpx.Limits(keepalive_expiry=IDLE_S),
         ) as client:
             while (item := waiting.get()) is not None:
                 url, message = item

@@ -49,6 +49,11 @@ class Wanted:
     group_size: int
     ranks: tuple[int, ...]
 
+    @property
+    def islands(self) -> tuple[int, ...]:
+        """Ids, in the group's order; the same on all islands, whereas ranks depend on how many an island has."""
+        return tuple(rank // self.group_size for rank in self.ranks)
+
 
 class LateGroup(ProcessGroupGloo):  # type: ignore[misc]
     """Notes which group the Manager wants, and is made when ``connect`` is called: once the members are known to fit.
@@ -85,10 +90,11 @@ class LateGroup(ProcessGroupGloo):  # type: ignore[misc]
         try:
             # Quorum ids begin again with the Lighthouse, and a prefix must never come again (gloo would read the
             # addresses of the dead): those who arrive count themselves.
-            store = create_store_client(f"{wanted.prefix}/{wanted.ranks}", self._timeout)
+            prefix = f"{wanted.prefix}/{','.join(map(str, wanted.islands))}"
+            store = create_store_client(prefix, self._timeout)
             round_ = (store.add("arrived", 1) - 1) // wanted.size
             super().configure(
-                f"{wanted.prefix}/{wanted.ranks}/{round_}", wanted.replica_id, wanted.rank, wanted.size,
+                f"{prefix}/{round_}", wanted.replica_id, wanted.rank, wanted.size,
                 wanted.quorum, wanted.group_rank, wanted.group_size, list(wanted.ranks),
             )  # fmt: skip
         except Exception as error:
@@ -123,7 +129,7 @@ class ManagedLockstep(Lockstep):
         quieten()
         self.patience_s = lighthouse.patience_s
         self.traffic = Traffic()
-        self._ranks, self._held = ranks, held
+        self._held = held
         self._group = LateGroup(timedelta(seconds=timeout_s))
         address, _, port = store.rpartition(":")
         self._manager: Any = Manager(
@@ -182,7 +188,7 @@ class ManagedLockstep(Lockstep):
     def islands(self) -> tuple[int, ...]:
         wanted = self._group.wanted
         assert wanted is not None
-        return tuple(rank // self._ranks for rank in wanted.ranks)
+        return wanted.islands
 
     def connect(self) -> None:
         self._group.connect()

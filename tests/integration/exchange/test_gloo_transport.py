@@ -255,10 +255,12 @@ def test_islands_whose_settings_differ_refuse_naming_the_keys(lighthouse: Lighth
     errors: list[str] = []
 
     def join(gateway: Gateway, manifest: str) -> None:
-        with pytest.raises(UserError) as caught:
-            gateway.join(2, {"data manifest": manifest, "same": 1})
-        errors.append(str(caught.value))
-        gateway.transport.leave("refused")
+        try:
+            with pytest.raises(UserError) as caught:
+                gateway.join(2, {"data manifest": manifest, "same": 1})
+            errors.append(str(caught.value))
+        finally:
+            gateway.transport.leave("refused")
 
     pool = ThreadPoolExecutor(2)
     first: Future[None] = pool.submit(join, a, "aaa")

@@ -1,0 +1,41 @@
+"""Between two slots the control path is idle; a new connection for each would cost every exchange a round trip."""
+
+import queue
+import time
+
+import psutil
+
+from torchtitan_diloco.exchange.control import IDLE_S, PEER_TIMEOUT_S, ControlServer, Outbox
+from torchtitan_diloco.exchange.messages import Ask, Member, Message
+
+PAUSE_S = 7.0  # the libraries' own limits are five seconds
+
+
+def test_a_message_after_a_pause_takes_the_connection_of_the_one_before():
+    assert PAUSE_S < IDLE_S
+    arrived: queue.Queue[Message] = queue.Queue()
+    server = ControlServer("127.0.0.1", 0, "run", {}, lambda sender, message: arrived.put(message))
+    outbox = Outbox(Member(0, "first"), "run", PEER_TIMEOUT_S)
+
+    def near_ports() -> set[int]:
+        """Ports of this process from which it is connected to the server."""
+        links = psutil.Process().net_connections("tcp")
+        return {
+            link.laddr.port
+            for link in links
+            if link.status == psutil.CONN_ESTABLISHED and link.raddr and link.raddr.port == server.port
+        }
+
+    try:
+        used = []
+        for slot in range(2):
+            outbox.send(Member(1, "first"), server.url, Ask("epoch", slot))
+            assert arrived.get(timeout=10) == Ask("epoch", slot)
+            assert outbox.flush(10)
+            used.append(near_ports())
+            if slot == 0:
+                time.sleep(PAUSE_S)
+        assert len(used[0]) == 1 and used[0] == used[1]
+    finally:
+        outbox.close()
+        server.close()
