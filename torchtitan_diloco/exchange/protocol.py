@@ -141,8 +141,10 @@ class SlotProtocol:
         effects: list[Effect] = []
         for offer in list(self.offers.values()):
             if offer.epoch is None:
-                continue
-            if offer.phase in (Phase.HEADERS, Phase.BULK):
+                offer.waits += 1
+                if offer.waits > 1:  # the epoch that was on its way has not come: ask for one, or ask again
+                    effects += self._announce(offer)
+            elif offer.phase in (Phase.HEADERS, Phase.BULK):
                 effects += self._tell(offer, self._announcement(offer))
             elif offer.phase is Phase.CONFIRM:
                 effects += self._tell(offer, Confirm(offer.epoch.id, offer.slot, offer.digest))
@@ -290,7 +292,7 @@ class SlotProtocol:
             return []
         if (offer.slot, epoch.id) in self.void:
             return [Renew()]
-        offer.epoch = epoch
+        offer.epoch, offer.waits = epoch, 0
         self.serial += 1
         offer.serial = self.serial
         announcement = self._announcement(offer)
