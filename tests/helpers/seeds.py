@@ -75,8 +75,12 @@ def work(
         raise TimeoutError(f"not done after {seconds:g} s")
 
     signal.signal(signal.SIGALRM, late)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     total: Counter[str] = Counter()
     for seed in seeds:
+        if not parent.is_alive():
+            return  # killed, so that it could not end this process
         under_way[worker] = seed
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:

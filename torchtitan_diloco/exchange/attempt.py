@@ -77,6 +77,7 @@ class Offer:
     tries: int = 0
     phase: Phase = Phase.HEADERS
     epoch: Epoch | None = None
+    waits: int = 0  # ticks without an epoch to attempt it under
     roll: Roll | None = None
     stage: Stage = "whole"
     division: Division | None = None  # among the owners of slices, if they merge

@@ -141,8 +141,10 @@ class SlotProtocol:
         effects: list[Effect] = []
         for offer in list(self.offers.values()):
             if offer.epoch is None:
-                continue
-            if offer.phase in (Phase.HEADERS, Phase.BULK):
+                offer.waits += 1
+                if offer.waits > 1:  # the epoch that was on its way has not come: ask for one, or ask again
+                    effects += self._announce(offer)
+            elif offer.phase in (Phase.HEADERS, Phase.BULK):
                 effects += self._tell(offer, self._announcement(offer))
             elif offer.phase is Phase.CONFIRM:
                 effects += self._tell(offer, Confirm(offer.epoch.id, offer.slot, offer.digest))
@@ -184,7 +186,9 @@ class SlotProtocol:
             # Whoever announces under a later epoch has left this attempt; without its confirmation it is void.
             joined = self.headers.get((slot, offer.epoch.id), {}).get(sender)
             if joined is not None and message.serial > joined.serial and sender.island not in offer.confirms:
-                return [*passed, *self._void(offer, f"island {sender.island} has left the attempt")]
+                left = self._void(offer, f"island {sender.island} has left the attempt")
+                # The later epoch comes here as well. Another one, asked for by each, would cost other open slots a try.
+                return [*passed, *(effect for effect in left if not isinstance(effect, Renew))]
         return [*passed, *self._count_headers(offer)]
 
     def _passed_by(self, sender: Member, message: Announce) -> list[Effect]:
@@ -286,7 +290,7 @@ class SlotProtocol:
             return []
         if (offer.slot, epoch.id) in self.void:
             return [Renew()]
-        offer.epoch = epoch
+        offer.epoch, offer.waits = epoch, 0
         self.serial += 1
         offer.serial = self.serial
         announcement = self._announcement(offer)

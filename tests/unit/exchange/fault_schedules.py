@@ -84,6 +84,22 @@ class Schedule:
         return simulation
 
 
+BEHIND_AGAIN = Schedule(
+    3,
+    6,
+    fragments=2,
+    overlap=1,
+    faults={
+        32: Fault("receiver crashes after"),
+        55: Fault("receiver crashes after"),
+        71: Fault("duplicate", 3.586119275508761),
+        101: Fault("sender crashes after"),
+    },
+    seed=1029,
+)
+"""The smallest found in which islands that were behind in one slot offer it again while another is in its bulk."""
+
+
 def drawn(seed: int) -> Schedule:
     """2 or 3 islands, 1 to 4 fragments, 0 to 3 slots of overlap, 1 to 5 faults in the first six slots or so."""
     rng = random.Random(seed)

@@ -199,7 +199,7 @@ class Simulation:
         self.net = MemoryNet(self.fate)
         self.account = Account(lost=0.0 if codec == FP32 else LOST)
         self.calm = 0.0  # when the last fault was over
-        self.quiet = 0.0  # and whoever had crashed was back
+        self.quiet = 0.0  # and whoever had crashed was back, and missed before
         self.offers: dict[int, float] = {}  # slot -> when it was first offered
         self.commits: dict[int, float] = {}  # slot -> when it was first committed
         self.actors: dict[int, Actor] = {}
@@ -230,7 +230,7 @@ class Simulation:
         if island in self.net.nodes:
             return
         self.incarnations += 1
-        self.quiet = self.net.now
+        self.quiet = max(self.quiet, self.net.now)
         anchors = [torch.zeros(SIZE) for _ in range(self.fragments)]
         state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
         wire = Wire(self.codec, MergeConfig(), state.fragments, "run", island, self.islands)
@@ -249,6 +249,7 @@ class Simulation:
             if self.net.nodes:
                 self.start(island)
 
+        self.quiet = max(self.quiet, self.net.now + DETECT_S)
         self.net.at(self.random.uniform(1.0, 6.0), again)
 
     def run(self, limit: int = 200_000) -> None:
@@ -278,13 +279,13 @@ class Simulation:
         """At the end: everybody has done all slots (or all were dead at once), and faults had no effect beyond their time.
 
         Within one window after the last fault, and the time-outs that it has set off, a slot commits. Once those that
-        crashed are back too, and one more window is over, every slot does.
+        crashed are back, and the others have noticed that they were gone, every slot does.
         """
         if not self.net.nodes:
             return
         assert self.finished(), "an island has not finished"
         later = sorted(slot for slot, at in self.offers.items() if at > max(self.calm, self.quiet))
-        failed = [slot for slot in later[self.fragments :] if slot not in self.commits]
+        failed = [slot for slot in later if slot not in self.commits]
         assert not failed, f"slots {failed} failed, though all is well from {later[0]} on"
         expected = [
             at for slot, at in self.offers.items() if at > self.calm or self.commits.get(slot, 0) > self.calm

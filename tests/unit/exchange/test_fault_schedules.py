@@ -6,13 +6,22 @@ import torch
 from tests.helpers.faults import Fault as Planted
 from tests.helpers.faults import plant
 from tests.unit.exchange.account import Account, Work
-from tests.unit.exchange.fault_schedules import Fault, Schedule, drawn, error_of, run_drawn, shrunk, smaller
-from torchtitan_diloco.exchange import protocol
+from tests.unit.exchange.fault_schedules import (
+    BEHIND_AGAIN,
+    Fault,
+    Schedule,
+    drawn,
+    error_of,
+    run_drawn,
+    shrunk,
+    smaller,
+)
+from torchtitan_diloco.exchange import memory, protocol
 from torchtitan_diloco.exchange.messages import Outcome
 
 NO_FAULT = Schedule(islands=2, slots=1)
 HEADER_LOST = Schedule(2, 8, faults={1: Fault("receiver crashes before"), 3: Fault("drop")}, seed=140)
-HEADER_AGAIN = Schedule(3, 2, 3, 2, {8: Fault("duplicate", 5.733971837722448)}, seed=38, more=1)
+BULK_LOST = Schedule(2, 4, faults={2: Fault("drop")})
 SILENT_CONFIRM = Planted(
     "a confirmation that was lost is not said again", protocol,
     "                effects += self._tell(offer, Confirm(offer.epoch.id, offer.slot, offer.digest))",
@@ -32,10 +41,11 @@ PLANTED: list[Planted[tuple[Schedule, str]]] = [
             "        roll = call_roll({m.island: heard[m].header for m in offer.epoch.members})",
             "roll = call_roll({m.island: a.header for m, a in heard.items()})",
             (NO_FAULT, "two digests")),
-    Planted("one that has committed denies it", protocol,
-            'Answer(epoch, slot, "committed", value) if by == epoch else Answer(epoch, slot, "behind")',
-            'Answer(epoch, slot, "void")',
-            (HEADER_AGAIN, "failed, though all is well")),
+    Planted("every island asks for a new epoch when it hears of one", protocol,
+            "for effect in left if not isinstance(effect, Renew))", "for effect in left)",
+            (BEHIND_AGAIN, "failed, though all is well")),
+    Planted("a lost bulk is waited for", memory, "BULK_TIMEOUT_S = 5.0", "BULK_TIMEOUT_S = 60.0",
+            (BULK_LOST, "no slot committed for 60.2 s after the last fault")),
 ]  # fmt: skip
 
 
