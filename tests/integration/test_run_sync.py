@@ -108,7 +108,8 @@ def test_a_killed_island_takes_the_others_state_before_its_first_step(
     run, _ = battered
     before, back = run.incarnations(1)[:2]
     kinds = [event["event"] for event in back if event["event"] != "waiting"]
-    assert kinds[:4] == ["start", "heal", "join", "inner"] and kinds.count("heal") == 1
+    assert kinds[:3] == ["start", "heal", "join"] and kinds.count("heal") == 1
+    assert kinds[3 : kinds.index("inner")] in ([], ["round"])  # its first step may be a slot's last
     heal, join, first = (next(e for e in back if e["event"] == kind) for kind in ("heal", "join", "inner"))
     assert heal["source"] == 0 and first["step"] == join["step"] + 1
     assert first["step"] > max(e["step"] for e in before if e["event"] == "inner") + 1  # the other went on

@@ -83,8 +83,10 @@ def test_an_island_whose_rank_dies_in_a_step_comes_back_equal(folder):
     ]
     events = {i: list(EventTail(folder / "lost" / f"island-{i}" / "events.jsonl").read()) for i in (0, 1)}
     returned = [e for e in events[1] if e["incarnation"] == "second" and e["event"] != "waiting"]
-    assert [e["event"] for e in returned][:4] == ["start", "heal", "join", "inner"]
-    heal, join, first = returned[1:4]
+    kinds = [e["event"] for e in returned]
+    assert kinds[:3] == ["start", "heal", "join"]
+    assert kinds[3 : kinds.index("inner")] in ([], ["round"])  # its first step may be a slot's last
+    heal, join, first = (*returned[1:3], returned[kinds.index("inner")])
     assert heal["source"] == 0 and first["step"] == join["step"] + 1 == heal["version"] + 1
     digests = [{e["round"]: e["digest"] for e in events[i] if e["event"] == "round"} for i in (0, 1)]
     common = digests[0].keys() & digests[1].keys()
