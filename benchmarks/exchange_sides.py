@@ -224,10 +224,10 @@ def watch(clock: Clock) -> None:
     clock.watch(Wire, "encode", "encode")
     clock.watch(GlooBulk, "exchange", "wire")
     clock.watch(Merger, "__call__", "decode and merge")
-    clock.watch(protocol, "is_finite", "merged finite?")
-    clock.watch(protocol, "digest", "digest of merged")
+    clock.watch(protocol, "checksum", "checksum of merged")
     clock.watch(OuterSGD, "step", "outer step")
     clock.watch(state, "digest", "digest of anchor")
+    clock.watch(protocol, "is_finite", "anchor finite?")
     clock.watch(IslandParameters, "scatter", "scatter")
 
 

@@ -27,6 +27,7 @@ from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.control import ControlServer
 from torchtitan_diloco.exchange.gloo import GlooTransport
 from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.state import OuterStep
 from torchtitan_diloco.semi_sync.diloco import DiLoCo
 
 SLOT = 2  # the one that is hit
@@ -91,9 +92,9 @@ class CutIsland:
         transport = self.transport
         offer = transport.offer
 
-        def noted(header: Header, payload: torch.Tensor) -> None:
+        def noted(header: Header, payload: torch.Tensor, outer_step: OuterStep) -> None:
             self.headers[header.slot] = header
-            offer(header, payload)
+            offer(header, payload, outer_step)
 
         transport.offer = noted  # type: ignore[method-assign]
         exchange = transport._bulk.exchange

@@ -9,6 +9,7 @@ import torch
 from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
 from torchtitan_diloco.outer.policy import Header, Roll
 from torchtitan_diloco.outer.slices import Division
+from torchtitan_diloco.outer.state import Advance, OuterStep
 
 Stage = Literal["whole", "slices", "merged"]
 """Of the bulk: whole payloads to everybody. Or slices to their owners, then the merged slices to everybody."""
@@ -73,6 +74,7 @@ Effect = Send | Bulk | Abandon | Renew | Finished
 class Offer:
     header: Header
     payload: torch.Tensor
+    outer_step: OuterStep
     serial: int = 0
     tries: int = 0
     phase: Phase = Phase.HEADERS
@@ -81,8 +83,8 @@ class Offer:
     roll: Roll | None = None
     stage: Stage = "whole"
     division: Division | None = None  # among the owners of slices, if they merge
-    merged: torch.Tensor | None = None
-    digest: str = ""
+    advance: Advance | None = None
+    digest: str = ""  # of what came out, which is confirmed
     weights: tuple[float, ...] = ()
     confirms: dict[int, str] = field(default_factory=dict)
     answers: set[int] = field(default_factory=set)

@@ -25,7 +25,7 @@ from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import OuterState, OuterStep
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,10 @@ class GlooTransport(Transport):
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
-    def offer(self, header: Header, payload: torch.Tensor) -> None:
+    def offer(self, header: Header, payload: torch.Tensor, outer_step: OuterStep) -> None:
         self._offered[header.slot] = time.monotonic()
         self._traffic.open(header.slot)
-        self._events.put(partial(self._protocol.offer, header, payload))
+        self._events.put(partial(self._protocol.offer, header, payload, outer_step))
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
         with self._news:

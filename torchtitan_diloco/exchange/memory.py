@@ -22,7 +22,7 @@ from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header
-from torchtitan_diloco.outer.state import OuterState, combine
+from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
 
 TICK_S = 1.0
 DETECT_S = 2.0  # from a crash to the others' new membership
@@ -245,10 +245,10 @@ class MemoryTransport(Transport):
     def progress(self, step: int) -> None:
         self.step = step
 
-    def offer(self, header: Header, payload: torch.Tensor) -> None:
+    def offer(self, header: Header, payload: torch.Tensor, outer_step: OuterStep) -> None:
         self.offered = self.net.now
         self.traffic.open(header.slot)
-        self.perform(self.protocol.offer(header, payload))
+        self.perform(self.protocol.offer(header, payload, outer_step))
         if not self.ticking:
             self.ticking = True
             self.net.at(TICK_S, self._tick)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.state import Advance
 
 Status = Literal["committed", "void", "undecided", "failed", "behind"]
 
@@ -46,7 +45,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """The sender has merged (digest of the merged delta), or will not take part in this attempt (None, with a reason)."""
+    """The sender has merged, digest: of what came out; or it leaves this attempt (None, with a reason)."""
 
     epoch: str
     slot: int
@@ -106,7 +105,7 @@ def from_json(data: Mapping[str, Any]) -> Message:
 class Outcome:
     """How a slot ended for this island.
 
-    committed: apply ``merged`` (1-D, the fragment's length). failed: nothing changed, try at the next slot. behind: others
+    committed: ``advance`` is in force. failed: nothing changed, try at the next slot. behind: others
     hold a history this island lacks; heal before going on. withdrawn: given up on this island's own wish.
     positions, skipped: by island, how far streams are settled, and up to where their samples are passed over.
     members: everybody who takes the result, with the shards they hold. contested: see ``policy.Roll``.
@@ -115,7 +114,7 @@ class Outcome:
 
     slot: int
     status: Literal["committed", "failed", "behind", "withdrawn"]
-    merged: torch.Tensor | None = None
+    advance: Advance | None = None
     participants: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     tokens: int = 0

@@ -27,9 +27,10 @@ from torchtitan_diloco.exchange.messages import (
     Message,
     Outcome,
 )
-from torchtitan_diloco.outer.digest import digest, is_finite
+from torchtitan_diloco.outer.digest import checksum, is_finite
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, call_roll
+from torchtitan_diloco.outer.state import OuterStep
 
 MAX_TRIES = 3
 REMEMBERED = 64  # slots whose outcome is kept for those who ask late
@@ -52,10 +53,10 @@ class SlotProtocol:
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
-    def offer(self, header: Header, payload: torch.Tensor) -> list[Effect]:
+    def offer(self, header: Header, payload: torch.Tensor, outer_step: OuterStep) -> list[Effect]:
         """Start on a slot. payload: 1-D, this island's encoded delta. A slot it was behind in may be offered again."""
         assert header.slot not in self.offers
-        self.offers[header.slot] = offer = Offer(header, payload)
+        self.offers[header.slot] = offer = Offer(header, payload, outer_step)
         self.floor = min(self.offers)
         return self._announce(offer)
 
@@ -98,9 +99,11 @@ class SlotProtocol:
             return [second_bulk(offer, part)]
         else:
             merged, weights = self.merge.decode(fragment, offer.division.join(payloads)), [*offer.weights]
-        if not is_finite(merged):  # the same bytes everywhere, so everybody sees it
-            return self._fail(offer, "the merged delta is not finite")
-        offer.merged, offer.weights, offer.digest = merged, tuple(weights), digest(merged)
+        merged_sum = checksum(merged)  # the momentum may differ where the anchor rounds to the same bits
+        advance = offer.outer_step(merged)
+        if not is_finite(advance.anchor):  # the same bytes everywhere, so everybody sees it
+            return self._fail(offer, "the outer step is not finite")
+        offer.advance, offer.weights, offer.digest = advance, tuple(weights), f"{advance.digest} {merged_sum}"
         offer.phase = Phase.CONFIRM
         offer.confirms[self.me.island] = offer.digest
         return [*self._tell(offer, Confirm(attempt[1], attempt[0], offer.digest)), *self._settle(offer)]
@@ -340,7 +343,7 @@ class SlotProtocol:
             Outcome(
                 offer.slot,
                 "committed",
-                merged=offer.merged,
+                advance=offer.advance,
                 participants=contributors,
                 weights=offer.weights,
                 tokens=sum(heard[i].tokens for i in contributors),

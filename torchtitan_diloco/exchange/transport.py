@@ -13,7 +13,7 @@ import torch
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.outer.policy import Header
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,11 @@ class Transport(ABC):
         """Where in run progress this island stands; a joiner goes on from there."""
 
     @abstractmethod
-    def offer(self, header: Header, payload: torch.Tensor) -> None:
-        """Start on a slot without blocking; others may be open. payload: 1-D float32 on the CPU, left alone from now on."""
+    def offer(self, header: Header, payload: torch.Tensor, outer_step: OuterStep) -> None:
+        """Start on a slot without blocking; others may be open. payload: 1-D uint8 on the CPU, left alone from now on.
+
+        outer_step: from the state that the header names. It is taken beside training, before the slot is known to commit.
+        """
 
     @abstractmethod
     def result(self, slot: int, timeout_s: float) -> Outcome | None:

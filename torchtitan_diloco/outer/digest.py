@@ -4,11 +4,20 @@ import hashlib
 import json
 
 import torch
+import xxhash
 
 
 def digest(flat: torch.Tensor) -> str:
     """SHA-256 (hex) of the bytes of a contiguous CPU tensor. Little-endian hosts only, as torch's own formats."""
     return hashlib.sha256(flat.detach().contiguous().numpy().view("uint8").data).hexdigest()
+
+
+def checksum(flat: torch.Tensor) -> str:
+    """XXH3-128 (hex) of the bytes of a contiguous CPU tensor: at the speed of memory, where SHA-256 takes ten times as long.
+
+    It tells bits that differ by accident, not by intent.
+    """
+    return xxhash.xxh3_128_hexdigest(flat.detach().contiguous().numpy().view("uint8").data)
 
 
 def is_finite(flat: torch.Tensor) -> bool:

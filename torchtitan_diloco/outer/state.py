@@ -1,8 +1,9 @@
 """The canonical outer state of a run: anchor, momentum, version, lineage and counters, unsharded and named."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,19 @@ class FragmentState:
     digest: str
     lineage: str = ""
     tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Where an outer step takes a fragment; in force once its slot is committed. digest: of the anchor."""
+
+    anchor: torch.Tensor
+    momentum: torch.Tensor | None
+    digest: str
+
+
+OuterStep = Callable[[torch.Tensor], Advance]
+"""From a slot's merged delta (1-D, the fragment's length; used up) to where it leads. Callable in any thread."""
 
 
 @dataclass(slots=True)
@@ -65,25 +79,29 @@ class OuterState:
         """Committed slots so far, which shards move on with; 0 where they do not."""
         return sum(state.version for state in self.states) if self.hand_over else 0
 
+    def outer_step(self, fragment: int) -> OuterStep:
+        """The outer step from where the fragment stands now."""
+        return partial(_advance, self.optimizer, self.states[fragment])
+
     def commit(
         self,
         slot: int,
         fragment: int,
-        merged: torch.Tensor,
+        advance: Advance,
         participants: list[int],
         tokens: int,
         positions: Mapping[str, int],
         members: Mapping[int, Holds],
     ) -> FragmentState:
-        """Take the outer step of a committed slot: a new anchor version. merged: 1-D, the fragment's length.
+        """A slot is committed: its outer step makes a new anchor version. advance: from the fragment's present state.
 
         positions: of the streams that were read. members: everybody who takes the result, with what they hold.
         """
         old = self.states[fragment]
-        anchor, momentum = self.optimizer.step(old.anchor, merged, old.momentum)
-        value = digest(anchor)
-        lineage = link(old.lineage, slot, fragment, value, participants)
-        new = FragmentState(anchor, momentum, old.version + 1, value, lineage, old.tokens + tokens)
+        lineage = link(old.lineage, slot, fragment, advance.digest, participants)
+        new = FragmentState(
+            advance.anchor, advance.momentum, old.version + 1, advance.digest, lineage, old.tokens + tokens
+        )
         self.states[fragment] = new
         self.positions |= positions
         if self.hand_over:
@@ -172,6 +190,11 @@ class OuterState:
         }
         self.states, self.positions, self.members = states, positions, members
         self.slot = int(description["slot"])
+
+
+def _advance(optimizer: OuterSGD, state: FragmentState, merged: torch.Tensor) -> Advance:
+    anchor, momentum = optimizer.step(state.anchor, merged, state.momentum)
+    return Advance(anchor, momentum, digest(anchor))
 
 
 def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class DiLoCo(SemiSync):
             )
             flight.finite = header.finite
             payload = self.wire.encode(index, slot, delta) if header.finite else self.wire.blank(index)
-            self.transport.offer(header, payload)
+            self.transport.offer(header, payload, self.outer.outer_step(index))
         flight.stall_s = time.monotonic() - began
 
     def _snapshot(self, fragment: Fragment) -> torch.Tensor | None:
@@ -269,7 +269,7 @@ class DiLoCo(SemiSync):
         )
 
     def poll(self, flight: Flight, timeout_s: float = POLL_S) -> Outcome | None:
-        """The outcome of a flight, if it is known; on the gateway, which takes the outer step."""
+        """The outcome of a flight, if it is known; on the gateway."""
         assert self.transport is not None and self.outer is not None
         outcome = self.transport.result(flight.slot, timeout_s)
         if outcome is None:
@@ -280,12 +280,12 @@ class DiLoCo(SemiSync):
         counted = committed and self.setup.island in outcome.participants
         self.wire.settle(flight.fragment, flight.slot, committed, counted)
         if committed:
-            assert outcome.merged is not None
+            assert outcome.advance is not None
             parent, positions = self.outer.lineage, dict(self.outer.positions)
             self.outer.commit(
                 flight.slot,
                 flight.fragment,
-                outcome.merged,
+                outcome.advance,
                 list(outcome.participants),
                 outcome.tokens,
                 outcome.advanced,
@@ -295,7 +295,7 @@ class DiLoCo(SemiSync):
         elif outcome.status == "failed":
             self.outer.fail(flight.slot)
         self.transport.publish(self.outer)
-        return replace(outcome, merged=None)
+        return replace(outcome, advance=None)
 
     def settle(self, outcome: Outcome, step: int, began: float) -> int:
         """Act on the first flight's outcome, on all ranks."""

@@ -70,11 +70,10 @@ def test_five_islands_take_the_same_bits_and_send_two_shares_each(
             own = sizes[island]
             assert outcome.bytes_sent == whole - own + 4 * own
             assert outcome.bytes_received == 4 * own + whole - own
-            assert outcome.merged is not None and outcomes[0].merged is not None
-            assert torch.equal(outcome.merged, outcomes[0].merged)
+            assert torch.equal(gateways[island].merged, gateways[0].merged)
             mean = torch.stack(deltas).mean(0)
             # Two encodings with 127 levels of at most 4 or so, and the last slot's residuals.
-            torch.testing.assert_close(outcome.merged, mean, rtol=0, atol=0.1)
+            torch.testing.assert_close(gateways[island].merged, mean, rtol=0, atol=0.1)
         assert sum(o.bytes_sent for o in outcomes) == sum(o.bytes_received for o in outcomes) == 8 * whole
     assert len({g.state.states[0].digest for g in gateways}) == len({g.state.lineage for g in gateways}) == 1
     assert [len(g.wire.merge.residuals()) for g in gateways] == [1] * ISLANDS
@@ -90,8 +89,8 @@ def test_float32_through_owners_is_what_one_island_would_merge_of_all_payloads(
     expected = deltas[0] * torch.tensor(0.2)
     for delta in deltas[1:]:
         expected += delta * torch.tensor(0.2)
-    for outcome in outcomes:
-        assert outcome.merged is not None and torch.equal(outcome.merged, expected)
+    for gateway, outcome in zip(gateways, outcomes, strict=True):
+        assert torch.equal(gateway.merged, expected)
         assert outcome.bytes_sent == outcome.bytes_received == 2 * 4 * 4 * SIZE // 5
     leave(*gateways)
 
@@ -136,14 +135,13 @@ def test_when_an_owner_dies_in_the_middle_the_other_four_gather_everything(
     outcomes = [gateway.settle() for gateway in rest]
     assert time.monotonic() - began < 8.0, "the time-out was waited for"
     whole = sum(division_of(lost).sizes)
-    for outcome in outcomes:
+    for gateway, outcome in zip(rest, outcomes, strict=True):
         assert outcome.status == "committed" and outcome.participants == (0, 1, 2, 4)
         # Whole payloads in the end, and before that what was dealt out.
         dealt = outcome.bytes_sent - 3 * whole
         assert 0 <= dealt < 2 * whole and (dealt > 0 or stage == "slices")
         mean = torch.stack([d for i, d in enumerate(deltas) if i != 3]).mean(0)
-        assert outcome.merged is not None
-        torch.testing.assert_close(outcome.merged, mean, rtol=0, atol=0.1)
+        torch.testing.assert_close(gateway.merged, mean, rtol=0, atol=0.1)
     assert len({g.state.states[0].digest for g in rest}) == 1
     for gateway in rest:  # nothing was encoded a second time, so nothing more was lost
         for name, values in kept[gateway.island].items():

@@ -20,7 +20,7 @@ from torchtitan_diloco.outer.fragments import TensorSpec, whole_model
 from torchtitan_diloco.outer.merge import Weight, mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import Advance, OuterState
 
 SIZE = 1000
 FRAGMENTS = whole_model([TensorSpec("w", (SIZE,), torch.float32)])
@@ -43,6 +43,7 @@ class Gateway:
         merge: Merge | None = None,
         max_rate: float = 0.0,
     ) -> None:
+        self.merged = torch.empty(0)  # of the last slot
         self.island, self.run_id, self.lighthouse = island, run_id, lighthouse
         self.state = OuterState.found(FRAGMENTS, OuterSGD(0.7, 0.9, True), [torch.full((SIZE,), value)])
         self.transport = GlooTransport(
@@ -74,15 +75,21 @@ class Gateway:
             steps, steps * 10, finite, {f"a/{self.island}": s.slot + 1}, {}, {"a": "0-7"}, False,
         )  # fmt: skip
         whole = torch.full((SIZE,), delta).view(torch.uint8) if payload is None else payload
-        self.transport.offer(header, whole)
+        take = s.outer_step(0)
+
+        def outer_step(merged: torch.Tensor) -> Advance:
+            self.merged = merged.clone()
+            return take(merged)
+
+        self.transport.offer(header, whole, outer_step)
 
     def settle(self, timeout_s: float = 20.0) -> Outcome:
         outcome = self.transport.result(self.state.slot, timeout_s)
         assert outcome is not None, f"no outcome in {timeout_s} s; waiting for {self.transport.waiting()}"
         if outcome.status == "committed":
-            assert outcome.merged is not None
+            assert outcome.advance is not None
             self.state.commit(
-                outcome.slot, 0, outcome.merged.clone(), list(outcome.participants), outcome.tokens,
+                outcome.slot, 0, outcome.advance, list(outcome.participants), outcome.tokens,
                 outcome.advanced, outcome.members,
             )  # fmt: skip
         elif outcome.status == "failed":
@@ -125,8 +132,7 @@ def test_islands_with_equal_weights_found_without_a_heal_and_commit_the_same_bit
         outcomes = [gateway.settle() for gateway in gateways]
         assert [o.status for o in outcomes] == ["committed"] * 3
         assert all(o.participants == (0, 1, 2) and o.slot == slot for o in outcomes)
-        assert outcomes[0].merged is not None
-        assert outcomes[0].merged.tolist() == pytest.approx([2.0] * SIZE)
+        assert gateways[0].merged.tolist() == pytest.approx([2.0] * SIZE)
         assert outcomes[0].bytes_sent == outcomes[0].bytes_received == 2 * 4 * SIZE
     assert len({g.state.states[0].digest for g in gateways}) == len({g.state.lineage for g in gateways}) == 1
     leave(*gateways)
@@ -145,7 +151,7 @@ def test_islands_with_different_weights_found_from_the_lowest_id(lighthouse: Lig
 def test_the_longest_history_wins_whatever_the_id(lighthouse: LighthouseConfig) -> None:
     """FR-06: an island with history and a fresh one start together."""
     a, b = Gateway(lighthouse, 0, value=2.0), Gateway(lighthouse, 1, value=1.0)
-    b.state.commit(0, 0, torch.zeros(SIZE), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}})
+    b.state.commit(0, 0, b.state.outer_step(0)(torch.zeros(SIZE)), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}})
     joined_a, joined_b = together(partial(a.join, 2), partial(b.join, 2, step=17))
     assert isinstance(joined_a, Joined) and isinstance(joined_b, Joined)
     assert joined_b.heals == () and joined_b.step == 17

@@ -40,8 +40,8 @@ class Account:
         self.offers.append(work)
         return len(self.offers)  # from 1 on: a stream at 0 has not been read
 
-    def commit(self, parent: str, lineage: str, outcome: Outcome) -> None:
-        """A slot of the fragment has led from one lineage to the next. Whoever commits it must have counted the same."""
+    def commit(self, parent: str, lineage: str, outcome: Outcome, delta: torch.Tensor) -> None:
+        """A slot of the fragment has led from one lineage to the next, by a merged delta. All who commit count the same."""
         numbers = tuple(outcome.positions[i][f"a/{i}"] for i in outcome.participants)
         if self.slots.setdefault(lineage, numbers) != numbers:
             raise AssertionError(f"slot {outcome.slot} counted {numbers} and {self.slots[lineage]}")
@@ -60,10 +60,9 @@ class Account:
             )
             until[key] = work.end
             merged += work.delta.double() * (work.tokens**2 / steps(work) / total)
-        assert outcome.merged is not None
         largest = max(float(self.offers[n - 1].delta.abs().max()) for n in numbers)
         bound = 1e-3 + self.lost * largest
-        assert torch.allclose(outcome.merged.double(), merged, rtol=1e-5, atol=bound), (
+        assert torch.allclose(delta.double(), merged, rtol=1e-5, atol=bound), (
             f"slot {outcome.slot} merged something else than what it counted"
         )
         self.until[lineage] = until

@@ -24,7 +24,7 @@ from torchtitan_diloco.exchange.transport import Hello
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import Advance, OuterState
 from torchtitan_diloco.semi_sync.wire import Wire
 
 WINDOW_S = 1.0
@@ -43,6 +43,12 @@ def fragments_of(count: int) -> tuple[Fragment, ...]:
     return tuple(Fragment(i, (Piece(spec, 0, 0, SIZE),)) for i in range(count))
 
 
+def founded(fragments: int) -> OuterState:
+    """What every island of a simulation begins with."""
+    anchors = [torch.zeros(SIZE) for _ in range(fragments)]
+    return OuterState.found(fragments_of(fragments), OuterSGD(0.7, 0.9, True), anchors)
+
+
 @dataclass
 class Actor:
     """One incarnation of an island: trains a slot's worth of steps, sends, and applies ``overlap`` slots later."""
@@ -59,6 +65,7 @@ class Actor:
         default_factory=dict
     )  # slot not applied yet -> version its delta is based on
     next_slot: int = 0
+    merged: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot
     log: list[tuple[int, str]] = field(default_factory=list)
 
     def alive(self) -> bool:
@@ -100,7 +107,13 @@ class Actor:
             steps, steps * 10, True, {f"a/{self.island}": position}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
         self.sim.offered(slot)
-        self.transport.offer(header, self.wire.encode(fragment, slot, delta))
+        take = self.state.outer_step(fragment)
+
+        def outer_step(merged: torch.Tensor) -> Advance:
+            self.merged[slot] = merged.clone()
+            return take(merged)
+
+        self.transport.offer(header, self.wire.encode(fragment, slot, delta), outer_step)
 
     def poll(self) -> None:
         if not self.sent or not self.alive():
@@ -118,18 +131,18 @@ class Actor:
         counted = outcome.status == "committed" and not taken
         self.wire.settle(fragment, outcome.slot, counted, counted and self.island in outcome.participants)
         if counted:
-            assert outcome.merged is not None
+            assert outcome.advance is not None
             parent = self.state.states[fragment].lineage
             committed = self.state.commit(
                 outcome.slot,
                 fragment,
-                outcome.merged.clone(),  # it is used up, and accounted for below
+                outcome.advance,
                 list(outcome.participants),
                 outcome.tokens,
                 outcome.advanced,
                 outcome.members,
             )
-            self.sim.account.commit(parent, committed.lineage, outcome)
+            self.sim.account.commit(parent, committed.lineage, outcome, self.merged.pop(outcome.slot))
             self.sim.commits.setdefault(outcome.slot, self.sim.net.now)
             self.steps[fragment] = 0
         elif outcome.status == "failed" and not taken:
@@ -231,8 +244,7 @@ class Simulation:
             return
         self.incarnations += 1
         self.quiet = max(self.quiet, self.net.now)
-        anchors = [torch.zeros(SIZE) for _ in range(self.fragments)]
-        state = OuterState.found(fragments_of(self.fragments), OuterSGD(0.7, 0.9, True), anchors)
+        state = founded(self.fragments)
         wire = Wire(self.codec, MergeConfig(), state.fragments, "run", island, self.islands)
         transport = MemoryTransport(merge=wire.merge, net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)

@@ -30,7 +30,7 @@ def state() -> OuterState:
 
 
 def commit(state: OuterState) -> None:
-    state.commit(state.slot, 0, torch.ones(SIZE), [0], 10, {}, {})
+    state.commit(state.slot, 0, state.outer_step(0)(torch.ones(SIZE)), [0], 10, {}, {})
 
 
 def test_a_state_that_nobody_reads_goes_with_the_next(server, state):

@@ -90,44 +90,45 @@ def test_an_error_that_is_no_assertion_is_told_as_well(monkeypatch):
 # ---- the account -------------------------------------------------------------------------------------------------------
 
 
+DELTA = torch.ones(3)
+
+
 def offered(account: Account, start: int, end: int, slot: int = 0, value: float = 1.0) -> int:
     return account.offer(Work(0, 1, slot, start, end, 10 * (end - start), torch.full((3,), value)))
 
 
-def outcome(number: int, slot: int = 0, value: float = 1.0) -> Outcome:
-    return Outcome(
-        slot, "committed", torch.full((3,), value), participants=(0,), positions={0: {"a/0": number}}
-    )
+def outcome(number: int, slot: int = 0) -> Outcome:
+    return Outcome(slot, "committed", participants=(0,), positions={0: {"a/0": number}})
 
 
 def test_steps_that_follow_one_another_are_counted_once():
     account = Account()
-    account.commit("", "one", outcome(offered(account, 0, 4)))
-    account.commit("one", "two", outcome(offered(account, 4, 12, slot=1), slot=1))
-    account.commit("", "fork", outcome(offered(account, 2, 8)))  # another history
+    account.commit("", "one", outcome(offered(account, 0, 4)), DELTA)
+    account.commit("one", "two", outcome(offered(account, 4, 12, slot=1), slot=1), DELTA)
+    account.commit("", "fork", outcome(offered(account, 2, 8)), DELTA)  # another history
 
 
 def test_steps_in_two_slots_of_one_history_are_seen():
     account = Account()
-    account.commit("", "one", outcome(offered(account, 0, 4)))
+    account.commit("", "one", outcome(offered(account, 0, 4)), DELTA)
     with pytest.raises(AssertionError, match="counts steps 3 to 8 of island 0, which are in it up to 4"):
-        account.commit("one", "two", outcome(offered(account, 3, 8, slot=1), slot=1))
+        account.commit("one", "two", outcome(offered(account, 3, 8, slot=1), slot=1), DELTA)
 
 
 def test_an_offer_of_another_slot_or_with_other_values_is_seen():
     account = Account()
     number = offered(account, 0, 4)
     with pytest.raises(AssertionError, match="slot 1 counted Work"):
-        account.commit("", "one", outcome(number, slot=1))
+        account.commit("", "one", outcome(number, slot=1), DELTA)
     with pytest.raises(AssertionError, match="merged something else"):
-        account.commit("", "one", outcome(number, value=1.5))
+        account.commit("", "one", outcome(number), 1.5 * DELTA)
 
 
 def test_two_islands_that_counted_differently_are_seen():
     account = Account()
-    account.commit("", "one", outcome(offered(account, 0, 4)))
+    account.commit("", "one", outcome(offered(account, 0, 4)), DELTA)
     with pytest.raises(AssertionError, match="counted"):
-        account.commit("", "one", outcome(offered(account, 0, 4)))
+        account.commit("", "one", outcome(offered(account, 0, 4)), DELTA)
 
 
 def test_two_digests_are_seen_although_one_holder_has_moved_on():

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.unit.exchange.simulation import fragments_of
+from tests.unit.exchange.simulation import founded, fragments_of
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Renew, Send
 from torchtitan_diloco.exchange.messages import Announce, Epoch, Member
@@ -24,7 +24,7 @@ def in_its_bulk() -> SlotProtocol:
     protocol = SlotProtocol(MEMBERS[0], wire.merge)
     protocol.enter(FIRST)
     payload = torch.zeros(fragments_of(1)[0].numel).view(torch.uint8)
-    protocol.offer(header(0), payload)
+    protocol.offer(header(0), payload, founded(1).outer_step(0))
     effects = protocol.receive(MEMBERS[1], Announce("first", 0, 1, 0, header(1)))
     assert [type(effect) for effect in effects] == [Bulk]
     return protocol
