@@ -84,8 +84,11 @@ class SlotProtocol:
             return self._on_ask(sender, message)
         return self._on_answer(sender, message)
 
-    def bulk_done(self, attempt: tuple[int, str], payloads: Mapping[int, torch.Tensor]) -> list[Effect]:
-        """What the other members have sent in the stage of the attempt's bulk is here, by island; so is its own part."""
+    def bulk_done(self, attempt: tuple[int, str], payloads: dict[int, torch.Tensor]) -> list[Effect]:
+        """What the other members have sent in the stage of the attempt's bulk is here, by island; so is its own part.
+
+        payloads: emptied, so that their memory is free for what is made of them.
+        """
         offer = self._open(attempt)
         if offer is None or offer.phase is not Phase.BULK:
             return []
@@ -99,6 +102,7 @@ class SlotProtocol:
             return [second_bulk(offer, part)]
         else:
             merged, weights = self.merge.decode(fragment, offer.division.join(payloads)), [*offer.weights]
+        payloads.clear()
         merged_sum = checksum(merged)  # the momentum may differ where the anchor rounds to the same bits
         advance = offer.outer_step(merged)
         if not is_finite(advance.anchor):  # the same bytes everywhere, so everybody sees it
