@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make or reuse .venv, install the package with its dev extra if pyproject.toml has changed, and run the tests.
-# Without arguments: unit tier, then integration tier. With arguments: one pytest run with them.
+# Without arguments: every tier but the slow tests. With arguments: one pytest run with them, such as -m slow.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,6 +13,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "$#" -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
-# The unit tier two files at a time; runs of the integration tier need the cores for themselves.
+# What stays in one process two files at a time; runs of the integration tier need the cores for themselves.
 .venv/bin/python -m pytest tests/unit -m "not slow" -n 2 --dist loadfile
+.venv/bin/python -m pytest tests/exhaustive -m "not slow" -n 2 --dist worksteal
 .venv/bin/python -m pytest tests/integration -m "not slow"

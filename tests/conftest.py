@@ -19,7 +19,7 @@ if "XDG_CACHE_HOME" not in os.environ:
     CACHE = tempfile.TemporaryDirectory(prefix="tests-cache-")
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
-TIERS = {"unit": 60, "integration": 300}
+TIERS = {"unit": 60, "exhaustive": 300, "integration": 300}
 """Folder below tests/, which is also the marker, and the seconds a test of it may take unless it says otherwise."""
 
 

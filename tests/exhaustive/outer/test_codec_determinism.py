@@ -49,7 +49,7 @@ def digests_in(capability: str, threads: int) -> str:
     environment["ATEN_CPU_CAPABILITY"] = capability
     environment["OMP_WAIT_POLICY"] = "passive"  # two threads on a busy core would spin for most of the time
     code = (
-        "import torch; from tests.integration.outer.test_codec_determinism import digests; "
+        "import torch; from tests.exhaustive.outer.test_codec_determinism import digests; "
         "print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()); print(digests())"
     )
     done = subprocess.run(

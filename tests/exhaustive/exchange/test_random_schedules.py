@@ -2,7 +2,7 @@
 
 100,000 of them, within the hour on two cores:
 
-    DILOCO_SEED=0 DILOCO_SCHEDULES=100000 python -m pytest tests/integration/exchange/test_random_schedules.py
+    DILOCO_SEED=0 DILOCO_SCHEDULES=100000 python -m pytest -m "not slow" tests/exhaustive/exchange/test_random_schedules.py
 """
 
 import os
@@ -22,21 +22,22 @@ from tests.unit.exchange.simulation import (
     single_fault,
 )
 
-SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "5000"))
+SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "500"))
 SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))
 
 
 @pytest.mark.timeout(max(300, SCHEDULES // 20))
+@pytest.mark.parametrize("schedules", [SCHEDULES, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draw, share", [(drawn, 1), (drawn_with_owners, 10)], ids=["few", "owners"])
 def test_random_schedules_of_faults(
-    draw: Callable[[int], Schedule], share: int, capsys: pytest.CaptureFixture[str]
+    draw: Callable[[int], Schedule], share: int, schedules: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Never two digests for one version, no inner step counted twice, progress after the last fault; see ``account``.
 
     Replay one with DILOCO_SEED=<seed> DILOCO_SCHEDULES=1. A failure comes with the smallest schedule that fails as well.
     share: one in so many of the schedules, since those of more islands take longer.
     """
-    schedules = -(-SCHEDULES // share)
+    schedules = -(-schedules // share)
     with capsys.disabled():
         print(f"\n{schedules} random schedules from DILOCO_SEED={SEED}")
     counts = run_seeds(
