@@ -1,5 +1,6 @@
 """TorchFT's reconfigurable gloo group on the address that peers dial."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,17 +14,22 @@ def make_group_class(host: str) -> type[Any]:
     """
     from torchft.process_group import ProcessGroupGloo
 
-    gloo: Any = dist.ProcessGroupGloo  # its options are not typed
-
     class IslandGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-            options = gloo._Options()
-            options._timeout = self._timeout
-            options._devices = [gloo.create_device(hostname=host)]
-            group = dist.ProcessGroup(store, rank, world_size)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            backend = gloo(store, rank, world_size, options)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-            return group
+            return group_on(host, store, rank, world_size, self._timeout)
 
     return IslandGroupGloo
+
+
+def group_on(host: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group whose member here listens on ``host``: what ``_create_pg`` of a ``ProcessGroupGloo`` is to return."""
+    gloo: Any = dist.ProcessGroupGloo  # its options are not typed
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=host)]
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(
+        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo(store, rank, size, options)
+    )
+    return group

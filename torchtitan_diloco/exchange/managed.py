@@ -14,11 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOp
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo, create_store_client
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig
+from torchtitan_diloco.exchange.groups import group_on
 from torchtitan_diloco.exchange.lockstep import Cost, Lockstep
 
 logger = logging.getLogger(__name__)
@@ -56,11 +58,13 @@ class Wanted:
 class LateGroup(ProcessGroupGloo):  # type: ignore[misc]
     """Notes which group the Manager wants, and is made when ``connect`` is called: once the members are known to fit.
 
-    A member with fewer ranks than this island has none to connect to, for the whole of the time-out.
+    A member with fewer ranks than this island has none to connect to, for the whole of the time-out. listen: the address of
+    this rank's node that its counterparts dial.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, listen: str) -> None:
         super().__init__(timeout=timeout)
+        self._listen = listen
         self.wanted: Wanted | None = None
         self.connected = False
 
@@ -77,6 +81,9 @@ class LateGroup(ProcessGroupGloo):  # type: ignore[misc]
         if self.wanted is None or replace(wanted, prefix=self.wanted.prefix) != self.wanted:
             self.hang_up()
             self.wanted = wanted
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        return group_on(self._listen, store, rank, world_size, self._timeout)
 
     def connect(self) -> None:
         """Raises RuntimeError when some member does not come."""
@@ -116,19 +123,19 @@ class ManagedLockstep(Lockstep):
 
     store: "host:port" of the island's own store, which peers reach too (``serve_store``; fresh for each incarnation: the
     Manager's keys in it name one start). host: what this island's ManagerServer, on rank 0, is said to be reached at; it
-    listens on every interface, which TorchFT leaves no choice about.
+    listens on every interface, which TorchFT leaves no choice about. listen: the address of this rank's node for its sums.
     """
 
     def __init__(
-        self, *, rank: int, ranks: int, store: str, host: str, island: IslandConfig, lighthouse: LighthouseConfig,
-        timeout_s: float, held: object = None,
+        self, *, rank: int, ranks: int, store: str, host: str, listen: str, island: IslandConfig,
+        lighthouse: LighthouseConfig, timeout_s: float, held: object = None,
     ) -> None:  # fmt: skip
         """held: the store itself, where this rank serves it. Raises what TorchFT does when no Lighthouse answers."""
         quieten()
         self.patience_s = lighthouse.patience_s
         self.cost = Cost()
         self._held = held
-        self._group = LateGroup(timedelta(seconds=timeout_s))
+        self._group = LateGroup(timedelta(seconds=timeout_s), listen)
         address, _, port = store.rpartition(":")
         self._manager: Any = Manager(
             pg=self._group,

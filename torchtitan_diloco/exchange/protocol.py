@@ -7,7 +7,8 @@ An *attempt* is (slot, epoch). It commits on an island only when every member of
 An island that sent its confirmation cannot know whether others saw all of them, so from then on it may not simply give
 up: if a member of the attempt is lost, the lowest surviving member asks all others and decides (committed if anybody
 committed, otherwise nobody did, since those asked accept no late confirmation). Before its confirmation an island is free
-to leave; a void attempt is tried again under the next epoch, at most ``MAX_TRIES`` times, then the slot has failed.
+to leave; a void attempt is tried again under the next epoch. Once its bulk was begun ``MAX_TRIES`` times, a slot fails
+with the next thing that breaks; changes of membership alone never fail it.
 """
 
 from collections.abc import Mapping

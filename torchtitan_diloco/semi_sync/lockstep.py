@@ -20,7 +20,16 @@ def open_lockstep(
             "source or choose another method"
         ) from error
     from torchtitan_diloco.exchange.bulk import serve_store
+    from torchtitan_diloco.exchange.control import bind
     from torchtitan_diloco.exchange.gloo import route_to
+
+    def own_address(host: str) -> str:
+        """``host`` on the gateway's node; on another node of the island the address that it reaches others from."""
+        try:
+            bind(host, 0).close()
+        except UserError:
+            return route_to(lighthouse.address)
+        return host
 
     def link(store: str, host: str, held: object = None) -> Lockstep:
         return ManagedLockstep(
@@ -29,6 +38,7 @@ def open_lockstep(
             ranks=group.size,
             store=store,
             host=host,
+            listen=own_address(host),
             island=island,
             lighthouse=lighthouse,
             timeout_s=transport.exchange_timeout_s,

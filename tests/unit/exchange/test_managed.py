@@ -40,6 +40,7 @@ def open_links(address: str, island: int, ranks: int) -> list[ManagedLockstep]:
             ranks=ranks,
             store=store,
             host="127.0.0.1",
+            listen="127.0.0.1",
             island=IslandConfig(id=island),
             lighthouse=LighthouseConfig(address=address, heartbeat_interval_s=0.1),
             timeout_s=TIMEOUT_S,
@@ -73,7 +74,7 @@ def test_gateways_of_islands_of_different_size_meet_and_learn_each_others_ids():
 @pytest.fixture
 def groups():
     held, store = serve_store("127.0.0.1", 0, timedelta(seconds=TIMEOUT_S))
-    pair = [LateGroup(timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
+    pair = [LateGroup(timedelta(seconds=TIMEOUT_S), "127.0.0.1") for _ in range(2)]
 
     def want(quorum: int, address: str = store) -> None:
         for rank, group in enumerate(pair):

@@ -1,6 +1,6 @@
 """A plan for tensors whose slices are encoded apart, so that each can be sent to another island."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,18 +60,10 @@ class SlicedPlan:
 
     def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
         """As ``Plan.decode``."""
-        for plan, encoded, part in self._parts(buffer, out):
-            plan.decode(encoded, part)
-
-    def decode_scaled(self, buffer: torch.Tensor, share: float, out: torch.Tensor) -> None:
-        """As ``Plan.decode_scaled``."""
-        for plan, encoded, part in self._parts(buffer, out):
-            plan.decode_scaled(encoded, share, part)
-
-    def decode_add(self, buffer: torch.Tensor, share: float, accumulator: torch.Tensor) -> None:
-        """As ``Plan.decode_add``."""
-        for plan, encoded, part in self._parts(buffer, accumulator):
-            plan.decode_add(encoded, share, part)
+        check_flat(buffer, torch.uint8, self.nbytes)
+        check_flat(out, torch.float32, self.numel)
+        for s in self.slices:
+            s.plan.decode(buffer[s.low : s.high], out[s.start : s.stop])
 
     def weighted_sum(
         self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
@@ -82,14 +74,6 @@ class SlicedPlan:
         check_flat(out, torch.float32, self.numel)
         for s in self.slices:
             s.plan.weighted_sum([b[s.low : s.high] for b in buffers], shares, out[s.start : s.stop])
-
-    def _parts(
-        self, buffer: torch.Tensor, values: torch.Tensor
-    ) -> Iterator[tuple[Plan, torch.Tensor, torch.Tensor]]:
-        check_flat(buffer, torch.uint8, self.nbytes)
-        check_flat(values, torch.float32, self.numel)
-        for s in self.slices:
-            yield s.plan, buffer[s.low : s.high], values[s.start : s.stop]
 
     def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
