@@ -135,7 +135,7 @@ class CodecConfig:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Stochastic rounding is unbiased; its noise is a function of run, slot, fragment and island."""
     block: int | None = None
-    """Values that share a scale (int8, int4, fp4_e3m0) or compete (topk); absent = the codec's own."""
+    """Values that share a scale (int8, int4, fp4_e3m0); absent = the codec's own."""
     density: float | None = None
     """Share of the values that topk sends; absent = its own."""
 

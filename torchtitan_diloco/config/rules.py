@@ -7,6 +7,7 @@ from typing import Any
 from torchtitan_diloco.config.fields import get
 from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
 __all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
 
@@ -61,6 +62,13 @@ def _experts_fit(expert: int, *degrees: int) -> bool:
     return shards is None or shards * degrees[2] * degrees[3] % expert == 0
 
 
+def _codec_takes(setting: str) -> Callable[..., bool]:
+    """What a third party's codec takes is for that to say; with sync another rule refuses it."""
+    return lambda value, wire, method: (
+        value is None or method == "sync" or setting in WIRE_SETTINGS.get(wire, (setting,))
+    )
+
+
 def _compiled(enable: bool, components: list[str]) -> bool:
     return enable and "model" in components
 
@@ -103,6 +111,25 @@ RULES: tuple[Rule, ...] = (
         "semi_sync.module_fqns_per_fragment semi_sync.sync_every",
         lambda lists, every: lists is None or len(lists) <= every,
         "has more lists than semi_sync.sync_every ({1}), in which each fragment is sent once",
+    ),
+    _rule(
+        "semi_sync.fragments semi_sync.module_fqns_per_fragment",
+        lambda fragments, lists: not lists or fragments in (1, len(lists)),
+        "({0}) does not go with semi_sync.module_fqns_per_fragment, whose lists are the fragments; keep one of them",
+    ),
+    *(
+        _rule(
+            f"semi_sync.codec.{setting} semi_sync.codec.wire semi_sync.method",
+            _codec_takes(setting),
+            '({0}) is no setting of the codec "{1}"; remove it or choose another semi_sync.codec.wire',
+        )
+        for setting in ("block", "density")
+    ),
+    _rule(
+        "transport.kind semi_sync.num_islands semi_sync.method",
+        # With sync another rule refuses it, and with none it is not used.
+        lambda kind, islands, method: kind != "memory" or islands == 1 or method in ("sync", "none"),
+        '("memory") joins islands that live in one process, and each of these {1} is started in its own; use "gloo"',
     ),
     _rule(
         "semi_sync.overlap semi_sync.sync_every",

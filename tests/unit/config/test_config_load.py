@@ -212,8 +212,3 @@ def test_a_trainer_takes_its_file_from_the_command_line() -> None:
 )
 def test_notes_say_what_one_might_not_expect(tmp_path: Path, text: str, expected: str) -> None:
     assert [n for n in load(tmp_path, text).notes if expected in n]
-
-
-def test_names_of_registries_are_open(tmp_path: Path) -> None:
-    text = '[semi_sync]\nmethod = "third-party"\nouter.name = "x"\nmerge.method = "y"\n[transport]\nkind = "pigeon"'
-    assert load(tmp_path, text).config.semi_sync.method == "third-party"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from torchtitan_diloco.cli.lighthouse import require_torchft
-from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches, require_known_names
+from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches
 from torchtitan_diloco.cli.local.command import INCARNATION, Launch, torchrun_command, trainer_environment
 from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_same_data
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
@@ -78,7 +78,6 @@ def launch(request: Request, edges: Edges) -> int:
     with the reason that an island gave for its end.
     """
     config = request.config
-    require_known_names(config)
     require_free_port(config)
     needs_lighthouse = config.semi_sync.method != "none"
     if needs_lighthouse and config.lighthouse.address:
