@@ -1,6 +1,5 @@
 """Names that settings choose from: the same as in the registries, told without them, and open to third parties."""
 
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -136,4 +135,3 @@ def test_a_name_that_an_installed_package_declares_is_known_before_and_loaded_wh
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "Gossip\n", done.stderr
-    assert not [e for e in importlib.metadata.entry_points(group="torchtitan_diloco.semi_sync.method")]

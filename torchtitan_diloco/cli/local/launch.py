@@ -17,8 +17,9 @@ from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
 from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback, require_reachable
 from torchtitan_diloco.cli.local.processes import Child, sweep
-from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
+from torchtitan_diloco.cli.local.supervisor import Island, Phase, Supervisor
 from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
+from torchtitan_diloco.cli.stop import StopRequests, stop_requests
 from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import to_toml
 from torchtitan_diloco.config.schema import RunConfig
@@ -69,15 +70,18 @@ class Edges:
     command: Callable[[Launch], list[str]] = torchrun_command
     prepare: Callable[[RunConfig, dict[int, int]], DataIdentity] = prepare_data
     console: Console = field(default_factory=make_console)
+    stop: StopRequests = field(default_factory=stop_requests)
 
 
 def launch(request: Request, edges: Edges) -> int:
     """Run all islands to their end and return the exit code.
 
     Raises UserError for what the user can put right: before anything was started, and nothing is left behind then; or
-    with the reason that an island gave for its end.
+    with the reason that an island gave for its end. Raises KeyboardInterrupt for a stop signal before anything was started,
+    with nothing left behind; a later one drains the run.
     """
-    config = request.config
+    config, stop = request.config, edges.stop
+    stop.check()
     require_free_port(config)
     needs_lighthouse = config.semi_sync.method != "none"
     if needs_lighthouse and config.lighthouse.address:
@@ -87,17 +91,16 @@ def launch(request: Request, edges: Edges) -> int:
     folder = RunFolder(Path(config.job.dump_folder) / config.job.name)
     try:
         decision = decide(folder, config, fresh=request.fresh)
-        data = edges.prepare(config, request.ranks)
+        with stop.interrupting():
+            data = edges.prepare(config, request.ranks)
         if decision.plan is Plan.CONTINUE and decision.earlier is not None:
             require_same_data(decision.earlier, data)
     except BaseException:
         folder.abandon()
         raise
-    stop = StopRequests()
-    stop.install()
     try:
         run_id = _settle(folder, request, decision, data, edges.console)
-        return _supervise(folder.path, request, run_id, stop, edges)
+        return _supervise(folder.path, request, run_id, edges)
     finally:
         sweep()
         folder.close()
@@ -125,7 +128,7 @@ def _settle(
     return str(record["run_id"])
 
 
-def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, edges: Edges) -> int:
+def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int:
     config, console = request.config, edges.console
     adopt_orphans()
     lighthouse = None
@@ -175,7 +178,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             islands,
             start=start,
             max_restarts=request.max_restarts,
-            stop=stop,
+            stop=edges.stop,
             tell=view.tell,
             each_tick=each_tick,
         )

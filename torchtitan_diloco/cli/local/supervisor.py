@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from torchtitan_diloco.cli.local.processes import Child
+from torchtitan_diloco.cli.stop import StopRequests
 from torchtitan_diloco.observe.reading import EventTail, IslandFigures, IslandState, read_state
 
 TICK_S = 0.1
@@ -72,31 +73,6 @@ class Island:
         if state is None or (state.incarnation != self.incarnation and state.t < self.launched_at):
             return None
         return state
-
-
-class StopRequests:
-    """Counts the stop signals this process received: one means drain, two mean kill.
-
-    Signals within `MERGED_S` of one another are one request: `timeout` and terminals signal a process and its group.
-    """
-
-    MERGED_S = 1.0
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.count = 0
-        self._now = now
-        self._last = -float("inf")
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup ignores SIGHUP on purpose. An ignored SIGINT is only what shells do to background jobs.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: self.receive())
-
-    def receive(self) -> None:
-        if self._now() - self._last > self.MERGED_S:
-            self.count += 1
-            self._last = self._now()
 
 
 class Supervisor:
