@@ -29,8 +29,10 @@ def _least(bound: float, *also: int) -> Range:
 def _name(setting: str) -> Range:
     """One of the names that stand for something; empty ones never do."""
     shipped = names.SHIPPED[setting]
-    others = ("a name that an installed package registers",) if setting in names.EXTENSIBLE else ()
-    *first, last = (*map(json.dumps, shipped), *others)
+    words = [json.dumps(name) for name in shipped]
+    if setting in names.EXTENSIBLE:
+        words.append("a name that an installed package registers")
+    *first, last = words
     return Range(
         lambda v: names.is_known(setting, v), f"{', '.join(first)} or {last}" if first else last, shipped
     )

@@ -17,7 +17,7 @@ from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
 from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback, require_reachable
 from torchtitan_diloco.cli.local.processes import Child, sweep
-from torchtitan_diloco.cli.local.supervisor import Island, Phase, Supervisor
+from torchtitan_diloco.cli.local.supervisor import DRAIN_LIMIT_S, Island, Phase, Supervisor
 from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
 from torchtitan_diloco.cli.stop import StopRequests, stop_requests
 from torchtitan_diloco.config.islands import for_island
@@ -39,6 +39,7 @@ class Request:
     """Island id -> processes, in order."""
     max_restarts: int
     fresh: bool
+    drain_limit_s: float = DRAIN_LIMIT_S
 
 
 def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
@@ -165,7 +166,7 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             mark=(INCARNATION, island.incarnation),
         )
 
-    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
+    islands = [_island(config, i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
     header = f"run folder {folder} | Lighthouse {address or 'none'}"
     with View(console, islands, header=header, steps=_last_steps(config, request.ranks)) as view:
 
@@ -181,6 +182,7 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             stop=edges.stop,
             tell=view.tell,
             each_tick=each_tick,
+            drain_limit_s=request.drain_limit_s,
         )
         try:
             supervisor.run()
@@ -197,6 +199,10 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             # An island that knows its end gives the reason, and the reason is the user's to put right.
             raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
+
+
+def _island(config: RunConfig, number: int, ranks: int, folder: Path) -> Island:
+    return Island(number, ranks, folder, folder / for_island(config, number).checkpoint.folder)
 
 
 def _last_steps(config: RunConfig, ranks: Mapping[int, int]) -> dict[int, int]:
@@ -219,4 +225,9 @@ def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
     phases = {island.phase for island in supervisor.islands}
     if phases & {Phase.FATAL, Phase.FAILED} or supervisor.killed or not equal:
         return EXIT_FAILED
-    return EXIT_DONE if phases == {Phase.DONE} else EXIT_RESUMABLE
+    if phases == {Phase.DONE}:
+        return EXIT_DONE
+    # A run goes on from the checkpoint of any island; from none, all that was trained is lost.
+    lost = any(island.lost for island in supervisor.islands)
+    saved = any(island.saved is not None for island in supervisor.islands)
+    return EXIT_FAILED if lost and not saved else EXIT_RESUMABLE
