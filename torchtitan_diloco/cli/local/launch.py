@@ -114,6 +114,9 @@ def _settle(
     config = request.config
     if decision.plan is Plan.ASIDE:
         say(console, f"{decision.why}; moved aside to {folder.move_aside()}, starting anew")
+    elif decision.plan is Plan.REPLACE:
+        folder.clear()
+        say(console, f"{decision.why}; replaced")
     elif decision.plan is Plan.CONTINUE:
         say(console, decision.why)
     config_text = to_toml(config)
