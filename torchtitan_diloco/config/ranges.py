@@ -9,6 +9,7 @@ from torchtitan_diloco.config.fields import get, is_array_of_tables, keys
 from torchtitan_diloco.config.names import nearest_choice
 from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
 from torchtitan_diloco.outer import names
+from torchtitan_diloco.outer.shares import expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ def _name(setting: str) -> Range:
     return Range(
         lambda v: names.is_known(setting, v), f"{', '.join(first)} or {last}" if first else last, shipped
     )
+
+
+def shards(ranges: str) -> list[int]:
+    """What ``data.sources.present`` names; nothing where it is empty or not to be read."""
+    try:
+        return expand(ranges)
+    except ValueError:
+        return []
 
 
 POSITIVE = Range(lambda v: v > 0, "greater than 0")
@@ -132,7 +141,13 @@ RANGES: dict[str, Range] = {
     "semi_sync.codec.density": Range(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
 }
 TABLE_RANGES: dict[type, dict[str, Range]] = {
-    DataSource: {"path": NOT_EMPTY, "weight": POSITIVE},
+    DataSource: {
+        "path": NOT_EMPTY,
+        "weight": POSITIVE,
+        "present": Range(
+            lambda v: not v or bool(shards(v)), 'ranges of shards such as "0-31,40", or "" for all'
+        ),
+    },
     IslandTable: {"id": AT_LEAST_0, "nodes": AT_LEAST_1, "ranks": AT_LEAST_1},
 }
 """The same for the keys of the entries of arrays of tables."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_diloco.config.fields import get
-from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
+from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges, shards
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
@@ -146,6 +146,11 @@ RULES: tuple[Rule, ...] = (
         "island.own_sync_every semi_sync.overlap",
         lambda own, overlap: own is None or overlap < own,
         "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
+    ),
+    _rule(
+        "data.sources data.shards",
+        lambda sources, count: all(max(shards(source.present), default=0) < count for source in sources),
+        "present must name shards below data.shards ({1}), into which every source is cut: from 0 on",
     ),
     _rule(
         "lr_scheduler.total_steps training.steps",

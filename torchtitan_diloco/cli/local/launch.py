@@ -47,6 +47,7 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
 
     ranks: island id -> processes. Raises UserError, also where the corpora do not fill a batch.
     """
+    from torchtitan_diloco.data.corpus_size import require_vocabulary
     from torchtitan_diloco.data.samples import open_samples
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
@@ -58,6 +59,11 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
             for source in view.data.sources
         ]
         manifests |= {source.path: s.digest for source, s in zip(view.data.sources, samples, strict=True)}
+        for source, opened in zip(view.data.sources, samples, strict=True):
+            size = (
+                view.model.vocab_size
+            )  # where it is not written, only TorchTitan knows it, whose import takes seconds
+            require_vocabulary(path=source.path, needed=opened.vocab_size, size=size, written=True)
         if samples:
             paths = ", ".join(source.path for source in view.data.sources)
             require_full_batches(view, [ranks[number]], sum(map(len, samples)), paths)
