@@ -249,6 +249,16 @@ RULES: tuple[Rule, ...] = (
         lambda freq, active, warmup, used: not used or freq >= active + warmup,
         "({0}) must be at least profiling.profiler_active ({1}) + profiling.profiler_warmup ({2})",
     ),
+    *(
+        _rule(
+            # Other methods wait for islands in no collective of the model, see docs/architecture.md, Time-outs.
+            f"transport.exchange_timeout_s {inside} semi_sync.method",
+            lambda exchange, collective, method: method != "sync" or exchange < collective,
+            f'({{0:g}} s) must be less than {inside} ({{1}} s) with semi_sync.method = "sync": ranks that wait for one '
+            "whose peer is lost would be ended before it gives that peer up",
+        )
+        for inside in ("comm.train_timeout_seconds", "comm.init_timeout_seconds")
+    ),
     _rule(
         "lighthouse.heartbeat_interval_s lighthouse.heartbeat_timeout_s",
         lambda beat, silence: beat < silence,

@@ -52,7 +52,7 @@ def test_the_contracted_sections_are_there() -> None:
         "lighthouse.quorum_interval_s": 0.2,
         "lighthouse.patience_s": 600.0,
         "transport.kind": "gloo",
-        "transport.exchange_timeout_s": 120.0,
+        "transport.exchange_timeout_s": 90.0,
         "transport.max_rate": 0.0,
         "semi_sync.method": "diloco",
         "semi_sync.sync_every": 100,

@@ -48,6 +48,23 @@ def test_the_refusal_says_where_the_setting_is_written(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("key", "other"), [("train", "init"), ("init", "train")])
+def test_fr_08_a_time_out_of_the_exchange_that_is_not_below_those_inside_the_island_is_refused(
+    tmp_path: Path, key: str, other: str
+) -> None:
+    text = (
+        f'[semi_sync]\nmethod = "sync"\n[comm]\n{key}_timeout_seconds = 90\n{other}_timeout_seconds = 500\n'
+    )
+    (found,) = problems(tmp_path, text)
+    assert found.startswith(
+        f"FILE:4: transport.exchange_timeout_s: (90 s) must be less than comm.{key}_timeout_seconds (90 s)"
+    )
+    file = tmp_path / "run.toml"
+    assert load_config(file, ["--transport.exchange_timeout_s", "89"])
+    # With the other methods no rank waits for islands in a collective of the model.
+    assert load_config(file, ["--semi_sync.method", "diloco", "--transport.exchange_timeout_s", "1800"])
+
+
 def test_the_quickstart_trains_with_it_and_says_what_is_not_used() -> None:
     resolved = load_config(QUICKSTART, ["--semi_sync.method", "sync", "--semi_sync.num_islands", "2"])
     assert any("[semi_sync.outer] is not used" in note for note in resolved.notes)
