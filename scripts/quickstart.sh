@@ -6,4 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/venv.sh
 install_package .installed . .installed-dev
 
+echo "training two islands on this machine, about 2 minutes; Ctrl-C stops the run and saves, the same command goes on"
 exec .venv/bin/torchtitan-diloco run train_configs/quickstart.toml --islands 2 --ranks 1 "$@"

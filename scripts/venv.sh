@@ -18,6 +18,7 @@ install_package() {
             return
         fi
     done
+    echo "installing $2 and what it needs into .venv (once; PyTorch alone is several GB, so minutes)"
     .venv/bin/python -m pip install -q -e "$2"
     printf '%s\n' "$fingerprint" > ".venv/$1"
 }

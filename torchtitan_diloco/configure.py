@@ -44,6 +44,7 @@ def trainer_config(resolved: Resolved) -> Any:
             island_id=config.island.id,
             num_islands=config.semi_sync.num_islands,
             model_vocab_size=spec.model.vocab_size,
+            vocab_size_is_written=config.model.vocab_size > 0,
         )
     written = {key for key, origin in resolved.origins.items() if not origin.startswith(("default", "base "))}
     ours = {f.name for f in fields(DiLoCoTrainer.Config)}

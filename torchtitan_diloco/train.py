@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from torchtitan_diloco.process import die_with_parent
 
 logger = logging.getLogger(__name__)
 
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun says to every process that it starts, and torch.distributed and TorchTitan ask for."""
+
 
 def prepare_environment() -> None:
     """One setting, one place: TorchFT's variables would beat what the TOML says."""
@@ -24,6 +28,19 @@ def prepare_environment() -> None:
     # Without a launcher there is none; the one made up here is also that of an error before training.
     os.environ.setdefault(INCARNATION, uuid.uuid4().hex[:12])
     os.environ.setdefault("RUST_LOG", "warn")  # TorchFT's own logger; at "info" it writes a line per quorum
+
+
+def require_torchrun(arguments: Sequence[str]) -> None:
+    """Raises UserError where nothing says which rank of which world this process is."""
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
+        command = shlex.join(
+            ["torchrun", "--nproc_per_node", "1", "-m", "torchtitan_diloco.train", *arguments]
+        )
+        raise UserError(
+            f"this process is no rank of a job ({', '.join(missing)} not set): start it with `{command}`, or a whole run on "
+            "this machine with `torchtitan-diloco run FILE.toml`"
+        )
 
 
 def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
@@ -82,8 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     prepare_environment()
     resolved = None
     try:
-        path, overrides = take_config_file(list(sys.argv[1:] if argv is None else argv))
-        resolved = load_config(path, overrides).one_island()
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        path, overrides = take_config_file(arguments)
+        loaded = load_config(path, overrides).one_island()
+        require_torchrun(arguments)
+        resolved = loaded
         from torchtitan_diloco.configure import trainer_config
 
         train(trainer_config(resolved))

@@ -188,10 +188,9 @@ class DiLoCoTrainer(Trainer):
         self.trace.event("drain", reason=reason, phase="inner step", deadline=None)
         self.drained = True
         self.method.pause()
-        kept = self.checkpointer.save_for_drain(self.step) if self.step > 0 else False  # type: ignore[attr-defined]
-        self.trace.state(
-            "resume", reason if kept else f"{reason}; nothing saved, since checkpoint.enable is off"
-        )
+        if self.step > 0 and not self.checkpointer.save_for_drain(self.step):  # type: ignore[attr-defined]
+            reason += "; nothing saved, since checkpoint.enable is off or checkpoint.load_only on"
+        self.trace.state("resume", reason)
 
     def _trace_checkpoint(self, path: str, seconds: float) -> None:
         self.trace.event(

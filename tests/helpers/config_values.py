@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from torchtitan_diloco.config.fields import Kind, get, keys, kinds, put
 from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
+from torchtitan_diloco.outer.names import SHIPPED
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
@@ -31,8 +32,8 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
     return st.none() | found if kind.optional else found
 
 
-NAMES = {"job.base", "model.name", "model.flavor"}
-"""Keys whose value must be something that TorchTitan has."""
+NAMES = {"job.base", "model.name", "model.flavor", *SHIPPED}
+"""Keys whose value must be something that TorchTitan or a registry has."""
 
 
 @st.composite
@@ -70,4 +71,6 @@ def changed(key: str) -> Any:
         return next((c for c in kind.choices if c != default), kind.choices[0])
     if kind.base == "bool":
         return not default
+    if key in SHIPPED:
+        return next((name for name in SHIPPED[key] if name != default), f"{default}x")
     return f"{default}x" if kind.base == "str" else (default or 0) + (3 if kind.base == "int" else 0.25)

@@ -98,10 +98,6 @@ WRONG = {
         ("--model.hf_assets_path", "nowhere"),
         'model.hf_assets_path: folder "nowhere" does not exist',
     ),
-    "method": (
-        ("--semi_sync.method", "dilco"),
-        'semi_sync.method: "dilco" is not a method; registered are diloco',
-    ),
     "port": (("--island.port", "TAKEN"), "island.port = TAKEN: cannot listen on 127.0.0.1:TAKEN"),
     "lighthouse": (
         ("--lighthouse.address", "http://127.0.0.1:9"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
 
 from torchtitan_diloco.errors import UserError
@@ -71,6 +72,18 @@ class IslandCheckpointManager(CheckpointManager):
             self.save(step)
         self.maybe_wait_for_saving()
         return True
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *arguments: Any, **named: Any) -> None:
+        """As upstream. Raises UserError, on all ranks, where some part of it is damaged, missing, or of another model."""
+        try:
+            super().dcp_load(state_dict, checkpoint_id, *arguments, **named)
+        except CheckpointException as error:
+            rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            what = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+            raise UserError(
+                f"checkpoint.folder: {checkpoint_id} cannot be loaded (rank {rank}: {what}); remove it to go on from an "
+                "older one"
+            ) from error
 
     def load_outer(self, step: int, tensors: bool) -> State | None:
         """The outer state saved at ``step`` (with its tensors, where this rank needs them); None where there is none.

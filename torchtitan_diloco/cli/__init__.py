@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from torchtitan_diloco.cli.stop import stop_requests
 from torchtitan_diloco.errors import Resumable, UserError
 
 COMMANDS = {
@@ -14,6 +15,9 @@ COMMANDS = {
     "data": "prepare a corpus",
 }
 """Command -> what it does. Only the chosen command's module is imported."""
+
+DRAINING = frozenset({"run"})
+"""Commands that look at `stop.stop_requests` themselves."""
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_RESUMABLE, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -43,6 +47,8 @@ def dispatch(argv: list[str]) -> int:
         wrong = f'there is no command "{argv[0]}"' if argv else "a command is missing"
         print(f"error: {wrong}\n{usage()}", file=sys.stderr)
         return EXIT_USAGE
+    if argv[0] in DRAINING:
+        stop_requests()
     try:
         command = importlib.import_module(f"torchtitan_diloco.cli.{argv[0]}")
         return int(command.main(argv[1:]))

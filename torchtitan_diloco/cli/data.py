@@ -13,7 +13,6 @@ import tyro
 from torchtitan_diloco.data.megatron import check_megatron, is_megatron, read_index
 from torchtitan_diloco.data.prepare import Manifest, Progress, Settings, load_manifest, prepare, verify
 from torchtitan_diloco.data.run_audit import audit_run, describe
-from torchtitan_diloco.errors import UserError
 
 _FLAGS = Settings(input="--input", output="--output", tokenizer="--tokenizer", seq_len="--seq-len")
 
@@ -123,13 +122,9 @@ Command = (
 
 
 def main(argv: list[str]) -> int:
-    """Runs ``data`` with the arguments after it; returns the exit code."""
+    """Runs ``data`` with the arguments after it; returns the exit code. Raises UserError."""
     command = tyro.cli(Command, prog="torchtitan-diloco data", description=__doc__, args=argv)
-    try:
-        return command.run() or 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return command.run() or 0
 
 
 def _summary(path: Path, manifest: Manifest) -> str:

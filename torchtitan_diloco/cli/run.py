@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from torchtitan_diloco.cli.local.launch import Edges, Request, launch
+from torchtitan_diloco.cli.local.supervisor import DRAIN_LIMIT_S
 from torchtitan_diloco.config.fields import keys
 from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import load_config
@@ -36,6 +37,9 @@ class RunOptions:
 
     max_restarts: int = 3
     """How often an island that dies is started again without having made progress."""
+
+    drain_limit: float = DRAIN_LIMIT_S
+    """Seconds that islands may take to save and leave once the run is stopped; what has not left then is killed."""
 
     fresh: bool = False
     """Move an earlier run of this name aside and start anew."""
@@ -102,6 +106,8 @@ def main(argv: Sequence[str], edges: Edges | None = None) -> int:
         overrides = ["--semi_sync.num_islands", str(options.islands), *overrides]
     if options.max_restarts < 0:
         raise UserError(f"--max-restarts {options.max_restarts}: give 0 or more")
+    if not options.drain_limit > 0:
+        raise UserError(f"--drain-limit {options.drain_limit:g}: give a number of seconds above 0")
     for name in overrides:
         if name.partition("=")[0] == "--island.id":
             raise UserError("island.id: `run` numbers its islands itself, from 0; leave it out")
@@ -111,6 +117,7 @@ def main(argv: Sequence[str], edges: Edges | None = None) -> int:
         ranks=island_ranks(options.ranks, config),
         max_restarts=options.max_restarts,
         fresh=options.fresh,
+        drain_limit_s=options.drain_limit,
     )
     if config.semi_sync.method == "sync" and len(set(request.ranks.values())) > 1:
         raise UserError(

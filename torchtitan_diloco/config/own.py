@@ -94,8 +94,8 @@ class TransportConfig:
 
     kind: str = "gloo"
     """Registered transport."""
-    exchange_timeout_s: float = 120.0
-    """An exchange that takes longer has failed, in seconds."""
+    exchange_timeout_s: float = 90.0
+    """An exchange that takes longer has failed, in seconds; with method "sync" less than [comm]'s time-outs."""
     max_rate: float = 0.0
     """Ceiling for what this island sends in bulk, in Mbit/s; 0 = none."""
 
@@ -135,7 +135,7 @@ class CodecConfig:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Stochastic rounding is unbiased; its noise is a function of run, slot, fragment and island."""
     block: int | None = None
-    """Values that share a scale (int8, int4, fp4_e3m0) or compete (topk); absent = the codec's own."""
+    """Values that share a scale (int8, int4, fp4_e3m0); absent = the codec's own."""
     density: float | None = None
     """Share of the values that topk sends; absent = its own."""
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_diloco.config.fields import get, is_array_of_tables, keys
+from torchtitan_diloco.config.names import nearest_choice
 from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
+from torchtitan_diloco.outer import names
+from torchtitan_diloco.outer.shares import expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +18,33 @@ class Range:
 
     holds: Callable[[Any], bool]
     wording: str
+    near: tuple[str, ...] = ()
+    """Values of which one may have been meant."""
 
 
 def _least(bound: float, *also: int) -> Range:
     words = "".join(f" or {a}" for a in also)
     return Range(lambda v: v >= bound or v in also, f"at least {bound}{words}")
+
+
+def _name(setting: str) -> Range:
+    """One of the names that stand for something; empty ones never do."""
+    shipped = names.SHIPPED[setting]
+    words = [json.dumps(name) for name in shipped]
+    if setting in names.EXTENSIBLE:
+        words.append("a name that an installed package registers")
+    *first, last = words
+    return Range(
+        lambda v: names.is_known(setting, v), f"{', '.join(first)} or {last}" if first else last, shipped
+    )
+
+
+def shards(ranges: str) -> list[int]:
+    """What ``data.sources.present`` names; nothing where it is empty or not to be read."""
+    try:
+        return expand(ranges)
+    except ValueError:
+        return []
 
 
 POSITIVE = Range(lambda v: v > 0, "greater than 0")
@@ -101,26 +126,28 @@ RANGES: dict[str, Range] = {
     "lighthouse.join_timeout_s": POSITIVE,
     "lighthouse.quorum_interval_s": POSITIVE,
     "lighthouse.patience_s": POSITIVE,
-    "transport.kind": NOT_EMPTY,
+    **{setting: _name(setting) for setting in names.SHIPPED},
     "transport.exchange_timeout_s": POSITIVE,
     "transport.max_rate": AT_LEAST_0,
     "data.shards": AT_LEAST_1,
-    "semi_sync.method": NOT_EMPTY,
     "semi_sync.sync_every": AT_LEAST_1,
     "semi_sync.fragments": AT_LEAST_1,
     "semi_sync.overlap": AT_LEAST_0,
     "semi_sync.mix_alpha": BELOW_1,
     "semi_sync.num_islands": AT_LEAST_1,
-    "semi_sync.outer.name": NOT_EMPTY,
     "semi_sync.outer.lr": POSITIVE,
     "semi_sync.outer.momentum": BELOW_1,
-    "semi_sync.merge.method": NOT_EMPTY,
-    "semi_sync.codec.wire": NOT_EMPTY,
     "semi_sync.codec.block": AT_LEAST_1,
     "semi_sync.codec.density": Range(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
 }
 TABLE_RANGES: dict[type, dict[str, Range]] = {
-    DataSource: {"path": NOT_EMPTY, "weight": POSITIVE},
+    DataSource: {
+        "path": NOT_EMPTY,
+        "weight": POSITIVE,
+        "present": Range(
+            lambda v: not v or bool(shards(v)), 'ranges of shards such as "0-31,40", or "" for all'
+        ),
+    },
     IslandTable: {"id": AT_LEAST_0, "nodes": AT_LEAST_1, "ranks": AT_LEAST_1},
 }
 """The same for the keys of the entries of arrays of tables."""
@@ -141,4 +168,6 @@ def broken_ranges(config: RunConfig) -> Iterator[tuple[str, str]]:
 def broken_range(value: Any, allowed: Range) -> Iterator[str]:
     """What is wrong with one value, if anything."""
     if value is not None and not allowed.holds(value):
-        yield f"must be {allowed.wording}, got {json.dumps(value, ensure_ascii=False)}"
+        meant = nearest_choice(value, allowed.near) if allowed.near else None
+        hint = f"; did you mean {json.dumps(meant)}?" if meant else ""
+        yield f"must be {allowed.wording}, got {json.dumps(value, ensure_ascii=False)}{hint}"

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_diloco.config.fields import get
-from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
+from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges, shards
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
 __all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
 
@@ -61,6 +62,13 @@ def _experts_fit(expert: int, *degrees: int) -> bool:
     return shards is None or shards * degrees[2] * degrees[3] % expert == 0
 
 
+def _codec_takes(setting: str) -> Callable[..., bool]:
+    """What a third party's codec takes is for that to say; with sync another rule refuses it."""
+    return lambda value, wire, method: (
+        value is None or method == "sync" or setting in WIRE_SETTINGS.get(wire, (setting,))
+    )
+
+
 def _compiled(enable: bool, components: list[str]) -> bool:
     return enable and "model" in components
 
@@ -105,6 +113,25 @@ RULES: tuple[Rule, ...] = (
         "has more lists than semi_sync.sync_every ({1}), in which each fragment is sent once",
     ),
     _rule(
+        "semi_sync.fragments semi_sync.module_fqns_per_fragment",
+        lambda fragments, lists: not lists or fragments in (1, len(lists)),
+        "({0}) does not go with semi_sync.module_fqns_per_fragment, whose lists are the fragments; keep one of them",
+    ),
+    *(
+        _rule(
+            f"semi_sync.codec.{setting} semi_sync.codec.wire semi_sync.method",
+            _codec_takes(setting),
+            '({0}) is no setting of the codec "{1}"; remove it or choose another semi_sync.codec.wire',
+        )
+        for setting in ("block", "density")
+    ),
+    _rule(
+        "transport.kind semi_sync.num_islands semi_sync.method",
+        # With sync another rule refuses it, and with none it is not used.
+        lambda kind, islands, method: kind != "memory" or islands == 1 or method in ("sync", "none"),
+        '("memory") joins islands that live in one process, and each of these {1} is started in its own; use "gloo"',
+    ),
+    _rule(
         "semi_sync.overlap semi_sync.sync_every",
         lambda overlap, every: overlap < every,
         "({0}) must be less than semi_sync.sync_every ({1}): a fragment is applied before it is sent again",
@@ -119,6 +146,11 @@ RULES: tuple[Rule, ...] = (
         "island.own_sync_every semi_sync.overlap",
         lambda own, overlap: own is None or overlap < own,
         "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
+    ),
+    _rule(
+        "data.sources data.shards",
+        lambda sources, count: all(max(shards(source.present), default=0) < count for source in sources),
+        "present must name shards below data.shards ({1}), into which every source is cut: from 0 on",
     ),
     _rule(
         "lr_scheduler.total_steps training.steps",
@@ -216,6 +248,16 @@ RULES: tuple[Rule, ...] = (
         "profiling.profile_freq profiling.profiler_active profiling.profiler_warmup profiling.enable_profiling",
         lambda freq, active, warmup, used: not used or freq >= active + warmup,
         "({0}) must be at least profiling.profiler_active ({1}) + profiling.profiler_warmup ({2})",
+    ),
+    *(
+        _rule(
+            # Other methods wait for islands in no collective of the model, see docs/architecture.md, Time-outs.
+            f"transport.exchange_timeout_s {inside} semi_sync.method",
+            lambda exchange, collective, method: method != "sync" or exchange < collective,
+            f'({{0:g}} s) must be less than {inside} ({{1}} s) with semi_sync.method = "sync": ranks that wait for one '
+            "whose peer is lost would be ended before it gives that peer up",
+        )
+        for inside in ("comm.train_timeout_seconds", "comm.init_timeout_seconds")
     ),
     _rule(
         "lighthouse.heartbeat_interval_s lighthouse.heartbeat_timeout_s",

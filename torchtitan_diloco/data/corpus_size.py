@@ -1,4 +1,4 @@
-"""Whether a corpus is large enough for the islands that share it; no torch, so that a launcher can ask too."""
+"""Whether a corpus suits the islands that share it, and the model; no torch, so that a launcher can ask too."""
 
 from torchtitan_diloco.errors import UserError
 
@@ -14,4 +14,21 @@ def require_batch(
             f"{share} for each of {num_islands} islands: fewer than one batch of {batch} "
             f"({dp_ranks} ranks x training.local_batch_size {local_batch_size}); "
             "use more text, smaller batches or a smaller training.seq_len"
+        )
+
+
+def require_vocabulary(*, path: str, needed: int, size: int, written: bool) -> None:
+    """Raises UserError unless the model has an embedding for every id of the corpus at ``path``.
+
+    size: of the model's vocabulary, 0 = not known. written: it was set, and is not the flavor's own.
+    """
+    if 0 < size < needed and written:
+        raise UserError(
+            f"model.vocab_size: is {size}, but the tokenizer of {path} has {needed} entries; set it to at least as many, or "
+            "to 0 for the flavor's own"
+        )
+    if 0 < size < needed:
+        raise UserError(
+            f"model.flavor: the model's vocabulary has {size} entries, but the tokenizer of {path} has {needed}; use a model "
+            "with at least as many, or set model.vocab_size"
         )

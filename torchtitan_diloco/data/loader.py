@@ -15,7 +15,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_diloco.config.own import DataSource
 from torchtitan_diloco.data.corpus import Sequences
-from torchtitan_diloco.data.corpus_size import require_batch
+from torchtitan_diloco.data.corpus_size import require_batch, require_vocabulary
 from torchtitan_diloco.data.samples import Samples, open_samples
 from torchtitan_diloco.data.streams import NAME_LENGTH, Source, check_streams
 from torchtitan_diloco.data.walk import Walk
@@ -55,6 +55,9 @@ class CorpusDataLoader(BaseDataLoader):
 
         model_vocab_size: int = 0
         """Vocabulary of the model, to be checked against the corpora; 0 = not checked."""
+
+        vocab_size_is_written: bool = False
+        """Whether that is model.vocab_size, and not the flavor's own."""
 
     def __init__(
         self,
@@ -180,11 +183,12 @@ class CorpusDataLoader(BaseDataLoader):
     def _check(self, seq_len: int, ranks: int, local_batch_size: int) -> None:
         config = self._config
         for source, samples in zip(config.sources, self.samples, strict=True):
-            if 0 < config.model_vocab_size < samples.vocab_size:
-                raise UserError(
-                    f"model.flavor: the model's vocabulary has {config.model_vocab_size} entries, but the tokenizer of "
-                    f"{source.path} has {samples.vocab_size}; use a model with at least as many"
-                )
+            require_vocabulary(
+                path=source.path,
+                needed=samples.vocab_size,
+                size=config.model_vocab_size,
+                written=config.vocab_size_is_written,
+            )
         require_batch(
             path=", ".join(source.path for source in config.sources),
             sequences=sum(map(len, self.samples)),

@@ -12,6 +12,7 @@ import torch
 
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Outcome
+from torchtitan_diloco.outer.names import TRANSPORT, add, load_declared
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState, OuterStep
 
@@ -127,6 +128,7 @@ def register_transport(name: str) -> Callable[[Made], Made]:
 
     def register(make: Made) -> Made:
         _TRANSPORTS[name] = make
+        add(TRANSPORT, name)
         return make
 
     return register
@@ -134,6 +136,8 @@ def register_transport(name: str) -> Callable[[Made], Made]:
 
 def transport_class(name: str) -> MakeTransport:
     """Raises UserError, listing what is registered, for an unknown name."""
+    if name not in _TRANSPORTS:
+        load_declared(TRANSPORT, name)
     if name not in _TRANSPORTS:
         raise UserError(
             f'transport.kind: "{name}" is not a transport; registered are {", ".join(sorted(_TRANSPORTS))}'

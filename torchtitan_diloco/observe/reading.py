@@ -227,6 +227,16 @@ def read_island(island_folder: str | Path) -> IslandFigures:
     return figures
 
 
+def last_checkpoint(folder: str | Path) -> int | None:
+    """Step of the newest complete checkpoint in a checkpoint folder; one that was broken off has no ``.metadata``."""
+    steps = (
+        path.name.removeprefix("step-")
+        for path in Path(folder).glob("step-*")
+        if (path / ".metadata").is_file()
+    )
+    return max((int(step) for step in steps if step.isdigit()), default=None)
+
+
 def _waiting(event: Event) -> str:
     whom, why = event.get("for"), str(event.get("why") or "")
     names = ", ".join(map(str, whom)) if isinstance(whom, list) else str(whom or "")

@@ -18,6 +18,7 @@ from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.island.parameters import IslandParameters
 from torchtitan_diloco.island.replica import Replica
 from torchtitan_diloco.observe.events import Trace
+from torchtitan_diloco.outer.names import METHOD, add, load_declared
 from torchtitan_diloco.semi_sync.share import SampleFeed
 
 
@@ -127,6 +128,7 @@ def register_semi_sync(name: str) -> Callable[[type[SemiSync]], type[SemiSync]]:
 
     def register(cls: type[SemiSync]) -> type[SemiSync]:
         _METHODS[name] = cls
+        add(METHOD, name)
         return cls
 
     return register
@@ -134,6 +136,8 @@ def register_semi_sync(name: str) -> Callable[[type[SemiSync]], type[SemiSync]]:
 
 def method_class(name: str) -> type[SemiSync]:
     """Raises UserError, listing what is registered, for an unknown method."""
+    if name not in _METHODS:
+        load_declared(METHOD, name)
     if name not in _METHODS:
         raise UserError(
             f'semi_sync.method: "{name}" is not a method; registered are {", ".join(sorted(_METHODS))}'

@@ -1,7 +1,7 @@
 """Stands in for a trainer rank: trains nothing, but writes the trace of the contract and obeys SIGTERM.
 
 What it does beyond that is told by the JSON in FAKE_TRAINER: {"steps", "step_s"} and, with islands as strings,
-"crash" {island: step}, "fatal" {island: reason}, "digest" {island: text}, "deaf" and "dies_late"
+"crash" {island: step}, "fatal" {island: reason}, "digest" {island: text}, "deaf", "dies_late" and "unsaved"
 [island numbers].
 """
 
@@ -69,8 +69,11 @@ def main() -> int:
     event("start", step)
     while step < script["steps"]:
         if drained:
-            if leader:
+            if leader and int(island) not in script.get("unsaved", []):
                 saved.write_text(str(step))
+                checkpoint = folder / "checkpoint" / f"step-{step}"
+                checkpoint.mkdir(parents=True, exist_ok=True)
+                (checkpoint / ".metadata").touch()
             state("resume", step, "signal")
             return 0
         time.sleep(script["step_s"])

@@ -242,8 +242,8 @@ def test_a_run_that_ended_before_its_first_step_does_not_stand_in_the_way_of_the
     )
     corrected = start_run("--semi_sync.sync_every", "5")
     assert corrected.end() == 0, corrected.output
-    assert "ended before its first inner step; moved aside to" in corrected.output
-    assert len(list(tmp_path.glob("trial.2*"))) == 1
+    assert "ended before its first inner step; replaced" in corrected.output
+    assert not list(tmp_path.glob("trial.2*"))
 
 
 def test_a_lighthouse_that_does_not_answer_is_refused_before_anything_is_written(start_run: Start) -> None:

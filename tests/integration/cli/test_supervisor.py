@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
+from torchtitan_diloco.cli.local.supervisor import Island, Phase, Supervisor
 from torchtitan_diloco.cli.run import parse_ranks, split_overrides
+from torchtitan_diloco.cli.stop import StopRequests
 from torchtitan_diloco.errors import UserError
 
 
@@ -102,15 +103,6 @@ def test_a_state_of_an_earlier_incarnation_does_not_count(tmp_path: Path) -> Non
     assert island.state() is None
     (tmp_path / "state.json").write_text(json.dumps(state | {"t": 101.0}))
     assert island.state() is not None
-
-
-def test_stop_signals_close_to_one_another_are_one_request() -> None:
-    clock = Clock()
-    stop = StopRequests(now=clock.now)
-    for pause in (0.0, 0.5, 1.1):
-        clock.sleep(pause)
-        stop.receive()
-    assert stop.count == 2
 
 
 @pytest.mark.parametrize(

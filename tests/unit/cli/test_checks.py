@@ -21,33 +21,6 @@ def taken_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def test_every_name_that_passes_without_a_look_at_the_registries_is_registered() -> None:
-    from torchtitan_diloco.exchange import find_transport
-    from torchtitan_diloco.semi_sync import method_class
-
-    for name in checks.SHIPPED["semi_sync.method"]:
-        assert method_class(name)
-    for name in checks.SHIPPED["transport.kind"]:
-        assert find_transport(name)
-
-
-def test_unknown_methods_and_transports_are_refused_with_what_there_is(config: RunConfig) -> None:
-    checks.require_known_names(config)
-    config.semi_sync.method = "dilco"
-    with pytest.raises(
-        UserError, match=r'semi_sync.method: "dilco" is not a method; registered are diloco, '
-    ):
-        checks.require_known_names(config)
-    config.semi_sync.method = "diloco"
-    config.transport.kind = "pigeon"
-    with pytest.raises(
-        UserError, match=r'transport.kind: "pigeon" is not a transport; registered are gloo, '
-    ):
-        checks.require_known_names(config)
-    config.semi_sync.method = "none"  # uses no transport
-    checks.require_known_names(config)
-
-
 def test_a_taken_port_is_refused_and_a_free_one_is_not_held(config: RunConfig, taken_port: int) -> None:
     config.island.port = taken_port
     with pytest.raises(UserError, match=rf"island.port: {taken_port} is taken"):

@@ -118,3 +118,34 @@ def test_a_run_is_not_continued_on_another_corpus(tmp_path: Path) -> None:
     require_same_data(earlier, began_with)
     with pytest.raises(UserError, match=r"^data\.sources: .*aaaaaaaaaa, now none.*--fresh"):
         require_same_data(earlier, DataIdentity())
+
+
+def test_of_a_run_that_never_trained_only_its_own_files_are_removed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write("a = 1\n", {"run_id": "x"})
+    for name in ("island-0/logs/a.log", "lighthouse.log", "notes.txt"):
+        (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.path / name).touch()
+    folder.clear()
+    assert {path.name for path in folder.path.iterdir()} == {".lock", "notes.txt"}
+
+
+def test_a_checkpoint_or_a_step_is_training(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write(
+        "", run_record(name="n", config_text="", data=DataIdentity(), ranks=[1], earlier=None, now=0.0)
+    )
+
+    def begun() -> bool:
+        earlier = folder.earlier()
+        assert earlier is not None
+        return earlier.begun
+
+    island = tmp_path / "run" / "island-0"
+    (island / "checkpoint").mkdir(parents=True)
+    assert not begun()
+    (island / "saves" / "step-5").mkdir(parents=True)
+    assert begun()
+    (island / "saves" / "step-5").rmdir()
+    (island / "events.jsonl").write_text('{"t": 1, "event": "inner", "step": 1, "incarnation": "i"}\n')
+    assert begun()

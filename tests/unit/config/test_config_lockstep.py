@@ -17,7 +17,7 @@ REPO = Path(__file__).parents[3]
 QUICKSTART = REPO / "train_configs" / "quickstart.toml"
 MEANINGLESS = {k for k in keys() if k.startswith(("semi_sync.codec.", "semi_sync.fragment"))}
 MEANINGLESS |= {"semi_sync.module_fqns_per_fragment", "semi_sync.overlap", "semi_sync.mix_alpha"}
-MEANINGLESS |= {"semi_sync.merge.method", "transport.kind", "transport.max_rate", "debug.dump_sends"}
+MEANINGLESS |= {"transport.kind", "transport.max_rate", "debug.dump_sends"}
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
@@ -46,6 +46,23 @@ def test_the_refusal_says_where_the_setting_is_written(tmp_path: Path) -> None:
         'FILE:3: semi_sync.overlap: (2) cannot be had with semi_sync.method = "sync", which averages gradients in every '
         "step; remove it"
     ]
+
+
+@pytest.mark.parametrize(("key", "other"), [("train", "init"), ("init", "train")])
+def test_fr_08_a_time_out_of_the_exchange_that_is_not_below_those_inside_the_island_is_refused(
+    tmp_path: Path, key: str, other: str
+) -> None:
+    text = (
+        f'[semi_sync]\nmethod = "sync"\n[comm]\n{key}_timeout_seconds = 90\n{other}_timeout_seconds = 500\n'
+    )
+    (found,) = problems(tmp_path, text)
+    assert found.startswith(
+        f"FILE:4: transport.exchange_timeout_s: (90 s) must be less than comm.{key}_timeout_seconds (90 s)"
+    )
+    file = tmp_path / "run.toml"
+    assert load_config(file, ["--transport.exchange_timeout_s", "89"])
+    # With the other methods no rank waits for islands in a collective of the model.
+    assert load_config(file, ["--semi_sync.method", "diloco", "--transport.exchange_timeout_s", "1800"])
 
 
 def test_the_quickstart_trains_with_it_and_says_what_is_not_used() -> None:

@@ -151,9 +151,17 @@ ONE_MISTAKE = {
         "[checkpoint]\nkeep_latest_k = 1",
         "FILE:2: checkpoint.keep_latest_k: must be at least 2 or 0, got 1",
     ),
+    "no list of shards": (
+        '[[data.sources]]\npath = "p"\npresent = "0-3;5"',
+        'FILE:3: data.sources[0].present: must be ranges of shards such as "0-31,40", or "" for all, got "0-3;5"',
+    ),
+    "shards beyond the last": (
+        '[data]\nshards = 32\n[[data.sources]]\npath = "p"\npresent = "0-32"',
+        "FILE:3: data.sources: present must name shards below data.shards (32)",
+    ),
     "empty name of a registry": (
         '[transport]\nkind = " "',
-        'FILE:2: transport.kind: must be a non-empty string, got " "',
+        'FILE:2: transport.kind: must be "gloo", "memory" or a name that an installed package registers, got " "',
     ),
     "name that is a path": (
         '[job]\nname = "a/b"',

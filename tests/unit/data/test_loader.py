@@ -248,6 +248,10 @@ def test_an_absent_corpus_is_prepared_on_first_use(
         ({"seq_len": 9}, r"training\.seq_len: is 9, but the corpus .* was prepared for 8"),
         ({"model_vocab_size": 99}, r"model\.flavor: the model's vocabulary has 99 entries, .* has 100"),
         (
+            {"model_vocab_size": 99, "vocab_size_is_written": True},
+            r"model\.vocab_size: is 99, but the tokenizer of .* has 100 entries; set it to at least as many",
+        ),
+        (
             {"batch": 50, "num_islands": 2},
             r"data\.sources\.path: .* sequences of 8 tokens, 4\d for each of 2 islands: fewer than one batch of 50 "
             r"\(1 ranks x training\.local_batch_size 50\)",

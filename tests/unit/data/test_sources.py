@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.documents import numbered_documents
 from tests.helpers.megatron import CODES, some_documents, write_megatron
-from torchtitan_diloco.cli.data import main
+from torchtitan_diloco.cli import dispatch
 from torchtitan_diloco.config.own import DataSource
 from torchtitan_diloco.data import stamp
 from torchtitan_diloco.data.prepare import prepare
@@ -96,11 +96,11 @@ def test_commands_show_and_verify_a_megatron_corpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_megatron(tmp_path / "corpus", [[[1, 2, 3], [4]], [[5, 6]]])
-    assert main(["inspect", str(path)]) == 0
+    assert dispatch(["data", "inspect", str(path)]) == 0
     assert "2 documents in 3 sequences, 6 tokens (uint16)" in capsys.readouterr().out
-    assert main(["verify", str(path)]) == 0
+    assert dispatch(["data", "verify", str(path)]) == 0
     path.write_bytes(b"")
-    assert main(["verify", str(path)]) == 2
+    assert dispatch(["data", "verify", str(path)]) == 2
 
 
 # ---- prepared corpora ----------------------------------------------------------------------------------------------

@@ -6,21 +6,6 @@ import socket
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import UserError
 
-SHIPPED = {"semi_sync.method": ("none", "local_sgd", "diloco", "sync"), "transport.kind": ("gloo",)}
-"""Names that need no look at the registries, whose import takes seconds because it takes torch along."""
-
-
-def require_known_names(config: RunConfig) -> None:
-    """Raises UserError, listing what is registered, for a method or transport that nobody has registered."""
-    if config.semi_sync.method not in SHIPPED["semi_sync.method"]:
-        from torchtitan_diloco.semi_sync import method_class
-
-        method_class(config.semi_sync.method)
-    if config.semi_sync.method != "none" and config.transport.kind not in SHIPPED["transport.kind"]:
-        from torchtitan_diloco.exchange import find_transport
-
-        find_transport(config.transport.kind)
-
 
 def require_free_port(config: RunConfig, host: str = "127.0.0.1") -> None:
     """Raises UserError where ``island.port`` cannot be had: taken, or to be shared by several islands on one machine."""

@@ -13,6 +13,8 @@ class Plan(Enum):
     NEW = auto()
     CONTINUE = auto()
     ASIDE = auto()
+    REPLACE = auto()
+    """Nothing was trained, so nothing is kept; else every corrected mistake would leave a folder behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def decide(folder: RunFolder, config: RunConfig, *, fresh: bool) -> Decision:
         )
     if not earlier.begun:
         return Decision(
-            Plan.ASIDE, f"{folder.path} holds a run that ended before its first inner step", earlier
+            Plan.REPLACE, f"{folder.path} holds a run that ended before its first inner step", earlier
         )
     before = load_config(earlier.config_file).config
     num_islands = config.semi_sync.num_islands

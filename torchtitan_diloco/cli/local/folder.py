@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import socket
 import time
 import uuid
@@ -21,6 +22,7 @@ from torchtitan_diloco.observe.reading import read_island, read_state
 LOCK = ".lock"
 CONFIG = "config.toml"
 RUN = "run.json"
+LIGHTHOUSE_LOG = "lighthouse.log"
 
 # What the first minutes of a run need at least: its own small files, logs and the first events.
 _PROBE_BYTES = 1 << 20
@@ -90,7 +92,7 @@ class RunFolder:
             if number.isdigit() and island.is_dir():
                 state = read_state(island)
                 states[int(number)] = state.state if state else ""
-                begun |= (island / "checkpoint").exists() or read_island(island).step > 0
+                begun |= any(island.glob("*/step-*")) or read_island(island).step > 0
         try:
             run = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             if (self.path / CONFIG).is_file():
@@ -127,6 +129,17 @@ class RunFolder:
         except OSError as error:
             raise unwritable(self.path, error) from None
         return aside
+
+    def clear(self) -> None:
+        """Remove what a run wrote that has not trained. Raises UserError where the disk refuses."""
+        try:
+            for entry in self.path.iterdir():
+                if entry.name in (CONFIG, RUN, LIGHTHOUSE_LOG):
+                    entry.unlink()
+                elif entry.name.startswith("island-"):
+                    shutil.rmtree(entry)
+        except OSError as error:
+            raise unwritable(self.path, error) from None
 
     def write(self, config_text: str, run: dict[str, Any]) -> None:
         """Write config.toml and run.json, each whole or not at all. Raises UserError where the disk refuses."""

@@ -11,14 +11,15 @@ from rich.console import Console
 
 from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from torchtitan_diloco.cli.lighthouse import require_torchft
-from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches, require_known_names
+from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches
 from torchtitan_diloco.cli.local.command import INCARNATION, Launch, torchrun_command, trainer_environment
 from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_same_data
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
 from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback, require_reachable
 from torchtitan_diloco.cli.local.processes import Child, sweep
-from torchtitan_diloco.cli.local.supervisor import Island, Phase, StopRequests, Supervisor
+from torchtitan_diloco.cli.local.supervisor import DRAIN_LIMIT_S, Island, Phase, Supervisor
 from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
+from torchtitan_diloco.cli.stop import StopRequests, stop_requests
 from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import to_toml
 from torchtitan_diloco.config.schema import RunConfig
@@ -38,6 +39,7 @@ class Request:
     """Island id -> processes, in order."""
     max_restarts: int
     fresh: bool
+    drain_limit_s: float = DRAIN_LIMIT_S
 
 
 def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
@@ -45,6 +47,7 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
 
     ranks: island id -> processes. Raises UserError, also where the corpora do not fill a batch.
     """
+    from torchtitan_diloco.data.corpus_size import require_vocabulary
     from torchtitan_diloco.data.samples import open_samples
 
     tokenizer = tokenizer_digest(config.model.hf_assets_path)
@@ -56,6 +59,11 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
             for source in view.data.sources
         ]
         manifests |= {source.path: s.digest for source, s in zip(view.data.sources, samples, strict=True)}
+        for source, opened in zip(view.data.sources, samples, strict=True):
+            size = (
+                view.model.vocab_size
+            )  # where it is not written, only TorchTitan knows it, whose import takes seconds
+            require_vocabulary(path=source.path, needed=opened.vocab_size, size=size, written=True)
         if samples:
             paths = ", ".join(source.path for source in view.data.sources)
             require_full_batches(view, [ranks[number]], sum(map(len, samples)), paths)
@@ -69,16 +77,18 @@ class Edges:
     command: Callable[[Launch], list[str]] = torchrun_command
     prepare: Callable[[RunConfig, dict[int, int]], DataIdentity] = prepare_data
     console: Console = field(default_factory=make_console)
+    stop: StopRequests = field(default_factory=stop_requests)
 
 
 def launch(request: Request, edges: Edges) -> int:
     """Run all islands to their end and return the exit code.
 
     Raises UserError for what the user can put right: before anything was started, and nothing is left behind then; or
-    with the reason that an island gave for its end.
+    with the reason that an island gave for its end. Raises KeyboardInterrupt for a stop signal before anything was started,
+    with nothing left behind; a later one drains the run.
     """
-    config = request.config
-    require_known_names(config)
+    config, stop = request.config, edges.stop
+    stop.check()
     require_free_port(config)
     needs_lighthouse = config.semi_sync.method != "none"
     if needs_lighthouse and config.lighthouse.address:
@@ -88,17 +98,16 @@ def launch(request: Request, edges: Edges) -> int:
     folder = RunFolder(Path(config.job.dump_folder) / config.job.name)
     try:
         decision = decide(folder, config, fresh=request.fresh)
-        data = edges.prepare(config, request.ranks)
+        with stop.interrupting():
+            data = edges.prepare(config, request.ranks)
         if decision.plan is Plan.CONTINUE and decision.earlier is not None:
             require_same_data(decision.earlier, data)
     except BaseException:
         folder.abandon()
         raise
-    stop = StopRequests()
-    stop.install()
     try:
         run_id = _settle(folder, request, decision, data, edges.console)
-        return _supervise(folder.path, request, run_id, stop, edges)
+        return _supervise(folder.path, request, run_id, edges)
     finally:
         sweep()
         folder.close()
@@ -111,6 +120,9 @@ def _settle(
     config = request.config
     if decision.plan is Plan.ASIDE:
         say(console, f"{decision.why}; moved aside to {folder.move_aside()}, starting anew")
+    elif decision.plan is Plan.REPLACE:
+        folder.clear()
+        say(console, f"{decision.why}; replaced")
     elif decision.plan is Plan.CONTINUE:
         say(console, decision.why)
     config_text = to_toml(config)
@@ -126,7 +138,7 @@ def _settle(
     return str(record["run_id"])
 
 
-def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, edges: Edges) -> int:
+def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int:
     config, console = request.config, edges.console
     adopt_orphans()
     lighthouse = None
@@ -163,7 +175,7 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             mark=(INCARNATION, island.incarnation),
         )
 
-    islands = [Island(i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
+    islands = [_island(config, i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
     header = f"run folder {folder} | Lighthouse {address or 'none'}"
     with View(console, islands, header=header, steps=_last_steps(config, request.ranks)) as view:
 
@@ -176,9 +188,10 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             islands,
             start=start,
             max_restarts=request.max_restarts,
-            stop=stop,
+            stop=edges.stop,
             tell=view.tell,
             each_tick=each_tick,
+            drain_limit_s=request.drain_limit_s,
         )
         try:
             supervisor.run()
@@ -195,6 +208,10 @@ def _supervise(folder: Path, request: Request, run_id: str, stop: StopRequests, 
             # An island that knows its end gives the reason, and the reason is the user's to put right.
             raise UserError(f"island {island.number}: {island.reason}")
     return _exit_code(supervisor, equal=agreement.equal)
+
+
+def _island(config: RunConfig, number: int, ranks: int, folder: Path) -> Island:
+    return Island(number, ranks, folder, folder / for_island(config, number).checkpoint.folder)
 
 
 def _last_steps(config: RunConfig, ranks: Mapping[int, int]) -> dict[int, int]:
@@ -217,4 +234,9 @@ def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:
     phases = {island.phase for island in supervisor.islands}
     if phases & {Phase.FATAL, Phase.FAILED} or supervisor.killed or not equal:
         return EXIT_FAILED
-    return EXIT_DONE if phases == {Phase.DONE} else EXIT_RESUMABLE
+    if phases == {Phase.DONE}:
+        return EXIT_DONE
+    # A run goes on from the checkpoint of any island; from none, all that was trained is lost.
+    lost = any(island.lost for island in supervisor.islands)
+    saved = any(island.saved is not None for island in supervisor.islands)
+    return EXIT_FAILED if lost and not saved else EXIT_RESUMABLE

@@ -12,13 +12,22 @@ from pathlib import Path
 import psutil
 
 from torchtitan_diloco.cli.local.processes import Child
-from torchtitan_diloco.observe.reading import EventTail, IslandFigures, IslandState, read_state
+from torchtitan_diloco.cli.stop import StopRequests
+from torchtitan_diloco.observe.reading import (
+    EventTail,
+    IslandFigures,
+    IslandState,
+    last_checkpoint,
+    read_state,
+)
 
 TICK_S = 0.1
 FIRST_RESTART_DELAY_S = 1.0
 LONGEST_RESTART_DELAY_S = 30.0
 FATAL_GRACE_S = 15.0
 """How long the other islands may take to save once the run is lost."""
+DRAIN_LIMIT_S = 300.0
+"""How long islands may take by default to finish a step, save and leave: a frozen rank would keep its island for ever."""
 
 
 class Phase(StrEnum):
@@ -29,7 +38,7 @@ class Phase(StrEnum):
     RESUME = "resume"
     """Saved its state and left before the end."""
     STOPPED = "stopped"
-    """Ended by a stop before it could save; its last checkpoint counts."""
+    """Ended by a stop before it could save; its last checkpoint counts, if it has one."""
     FAILED = "failed"
     """Out of restarts."""
     FATAL = "fatal"
@@ -47,6 +56,8 @@ class Island:
     number: int
     ranks: int
     folder: Path
+    checkpoints: Path | None = None
+    """By default `folder`/checkpoint."""
     phase: Phase = Phase.STARTING
     incarnation: str = ""
     figures: IslandFigures = field(default_factory=IslandFigures)
@@ -66,37 +77,31 @@ class Island:
         # What an earlier incarnation reached is history, not progress of this one.
         self.figures.add(self.tail.read())
 
+    @property
+    def saved(self) -> int | None:
+        """Step of its newest checkpoint."""
+        return last_checkpoint(self.checkpoints or self.folder / "checkpoint")
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has trained and another start would find nothing of it."""
+        return self.figures.step > 0 and self.saved is None
+
+    @property
+    def remains(self) -> str:
+        """A clause on what another start would find."""
+        if self.saved is not None:
+            return f"its checkpoint of step {self.saved} counts"
+        return (
+            "it has no checkpoint and would begin anew" if self.figures.step else "it has not made a step yet"
+        )
+
     def state(self) -> IslandState | None:
         """What the present incarnation wrote into state.json; None while the file is from an earlier one."""
         state = read_state(self.folder)
         if state is None or (state.incarnation != self.incarnation and state.t < self.launched_at):
             return None
         return state
-
-
-class StopRequests:
-    """Counts the stop signals this process received: one means drain, two mean kill.
-
-    Signals within `MERGED_S` of one another are one request: `timeout` and terminals signal a process and its group.
-    """
-
-    MERGED_S = 1.0
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.count = 0
-        self._now = now
-        self._last = -float("inf")
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup ignores SIGHUP on purpose. An ignored SIGINT is only what shells do to background jobs.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: self.receive())
-
-    def receive(self) -> None:
-        if self._now() - self._last > self.MERGED_S:
-            self.count += 1
-            self._last = self._now()
 
 
 class Supervisor:
@@ -111,6 +116,7 @@ class Supervisor:
         stop: StopRequests,
         tell: Callable[[str], None],
         each_tick: Callable[[], None] = lambda: None,
+        drain_limit_s: float = DRAIN_LIMIT_S,
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -123,9 +129,11 @@ class Supervisor:
         self._stop = stop
         self._tell = tell
         self._each_tick = each_tick
+        self._drain_limit_s = drain_limit_s
         self._now = now
         self._sleep = sleep
-        self._kill_at: float | None = None
+        self._drain_since = self._limit_s = 0.0
+        self._given_up = False
 
     def run(self) -> None:
         """Return when every island is over."""
@@ -151,23 +159,33 @@ class Supervisor:
 
     def _obey(self) -> None:
         if self._stop.count and not self.draining:
-            self.draining = True
+            self._begin_to_drain(self._drain_limit_s)
             self._tell(
-                "stopping: each island finishes its step and saves; press Ctrl-C again to kill them now"
+                f"stopping: each island finishes its step and saves, within {self._drain_limit_s:g} s (--drain-limit); "
+                "press Ctrl-C again to kill them now"
             )
         fatal = next((i for i in self.islands if i.phase is Phase.FATAL), None)
-        if fatal is not None and self._kill_at is None:
+        if fatal is not None and not self._given_up:
+            self._given_up = True
             self._tell(
                 f"island {fatal.number} cannot go on: {fatal.reason or 'no reason given'}; stopping the run"
             )
-            self.draining = True
-            self._kill_at = self._now() + FATAL_GRACE_S
-        if self._stop.count > 1 or (self._kill_at is not None and self._now() >= self._kill_at):
+            self._begin_to_drain(FATAL_GRACE_S)
+        late = self.draining and self._now() >= self._drain_since + self._limit_s
+        if late or self._stop.count > 1:
             self.killed = True
+            why = f" has not left within {self._limit_s:g} s:" if late else ""
+            for island in self.islands:
+                if not island.phase.over:
+                    self._tell(f"island {island.number}{why} killed; {island.remains}")
             self.kill()
         elif self.draining:
             for island in self.islands:
                 self._drain(island)
+
+    def _begin_to_drain(self, limit_s: float) -> None:
+        self.draining = True
+        self._drain_since, self._limit_s = self._now(), limit_s
 
     def _drain(self, island: Island) -> None:
         """Signal the workers themselves: torchrun, when signalled, kills them 30 s later."""
@@ -221,12 +239,17 @@ class Supervisor:
             self._tell(f"island {island.number} is done at step {island.figures.step}{blemish}")
         elif said == "resume" and (code == 0 or self.draining):
             island.phase = Phase.RESUME
-            self._tell(f"island {island.number} saved at step {state.step if state else 0} and left")
+            step = state.step if state else 0
+            if step and island.saved == step:
+                self._tell(f"island {island.number} saved at step {step} and left")
+            else:
+                why = f" ({island.reason})" if island.reason else ""
+                self._tell(
+                    f"island {island.number} left at step {step} without saving{why}; {island.remains}"
+                )
         elif self.draining:
             island.phase = Phase.STOPPED
-            self._tell(
-                f"island {island.number} ended with {_ending(code)} without saving; its last checkpoint counts"
-            )
+            self._tell(f"island {island.number} ended with {_ending(code)} without saving; {island.remains}")
         else:
             self._failed(island, code)
 

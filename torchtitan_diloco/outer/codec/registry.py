@@ -8,6 +8,7 @@ from torchtitan_diloco.outer.codec.fp4 import Fp4E3M0
 from torchtitan_diloco.outer.codec.integer import Int4, Int8
 from torchtitan_diloco.outer.codec.plain import BFloat16, Float32
 from torchtitan_diloco.outer.codec.topk import TopK
+from torchtitan_diloco.outer.names import WIRE, WIRE_SETTINGS, add, load_declared
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -17,6 +18,7 @@ _makers: dict[str, tuple[Callable[..., Codec], frozenset[str]]] = {}
 def register_codec(wire: str, maker: Callable[..., Codec], settings: tuple[str, ...] = ()) -> None:
     """Make ``maker`` known as ``wire``. settings: which of block, density and stochastic it takes, as keywords."""
     _makers[wire] = (maker, frozenset(settings))
+    add(WIRE, wire)
 
 
 def registered() -> tuple[str, ...]:
@@ -37,6 +39,8 @@ def make_codec(
     does not have.
     """
     if wire not in _makers:
+        load_declared(WIRE, wire)
+    if wire not in _makers:
         raise ValueError(f'wire: "{wire}" is not a codec; there are {", ".join(registered())}')
     if rounding not in get_args(Rounding):
         raise ValueError(f'rounding: "{rounding}" is neither "nearest" nor "stochastic"')
@@ -51,9 +55,13 @@ def make_codec(
     return maker(**settings)
 
 
-register_codec("fp32", Float32)
-register_codec("bf16", BFloat16, ("stochastic",))
-register_codec("int8", Int8, ("block", "stochastic"))
-register_codec("fp4_e3m0", Fp4E3M0, ("block", "stochastic"))
-register_codec("int4", Int4, ("block", "stochastic"))
-register_codec("topk", TopK, ("density", "stochastic"))
+_SHIPPED: dict[str, Callable[..., Codec]] = {
+    "fp32": Float32,
+    "bf16": BFloat16,
+    "int8": Int8,
+    "fp4_e3m0": Fp4E3M0,
+    "int4": Int4,
+    "topk": TopK,
+}
+for _wire, _maker in _SHIPPED.items():
+    register_codec(_wire, _maker, WIRE_SETTINGS[_wire])
