@@ -136,10 +136,14 @@ def read_outer(folder: Path, tensors: bool = True) -> State | None:
     try:
         description = json.loads((folder / "outer.json").read_text())
     except FileNotFoundError:
+        if (folder / "outer.safetensors").exists():
+            raise UserError(
+                f"checkpoint.folder: {folder}/outer.json is missing; remove {folder} to go on from an older one"
+            ) from None
         return None
     except ValueError as error:
         raise UserError(
-            f"checkpoint.folder: {folder}/outer.json is damaged ({error}); remove {folder}"
+            f"checkpoint.folder: {folder}/outer.json is damaged ({error}); remove {folder} to go on from an older one"
         ) from error
     expected = description.pop("sha256", None)
     if not tensors:

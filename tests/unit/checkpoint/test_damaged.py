@@ -10,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torchtitan_diloco.checkpoint.manager import IslandCheckpointManager, read_outer, write_outer
 from torchtitan_diloco.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 def truncate(file: Path) -> None:
     with file.open("r+b") as opened:
@@ -56,7 +58,10 @@ def test_the_outer_part_truncated(step: Path, file: str) -> None:
         read_outer(step)
 
 
-def test_the_outer_part_missing(step: Path) -> None:
-    (step / "outer.safetensors").unlink()
-    with pytest.raises(UserError, match=r"^checkpoint\.folder: .*does not match its hash; remove .*step-5"):
+@pytest.mark.parametrize(
+    "file, says", [("outer.safetensors", "does not match its hash"), ("outer.json", "is missing")]
+)
+def test_the_outer_part_missing(step: Path, file: str, says: str) -> None:
+    (step / file).unlink()
+    with pytest.raises(UserError, match=rf"^checkpoint\.folder: .*{file} {says}; remove .*step-5"):
         read_outer(step)
