@@ -206,6 +206,7 @@ class Learner:
             ranks=1,
             store=store,
             host="127.0.0.1",
+            listen="127.0.0.1",
             island=IslandConfig(id=self.number),
             lighthouse=LighthouseConfig(
                 address=self.address, heartbeat_interval_s=0.1, patience_s=self.patience_s
