@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive.exchange.simulation import random_script
 from tests.helpers.schedules import Schedule, source
 from tests.helpers.seeds import run_seeds
-from tests.unit.exchange.simulation import random_script
 from torchtitan_diloco.data.streams import Source
 
 SCHEDULES = int(os.environ.get("DILOCO_DATA_SCHEDULES", "500"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.exchange.fault_schedules import KINDS, Fault, Schedule
+from tests.exhaustive.exchange.fault_schedules import KINDS, Fault, Schedule
 from torchtitan_diloco.exchange.memory import Boundary, Fate
 from torchtitan_diloco.exchange.messages import Announce, Confirm
 

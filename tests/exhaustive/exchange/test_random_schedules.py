@@ -12,15 +12,15 @@ from functools import partial
 
 import pytest
 
-from tests.helpers.seeds import run_seeds
-from tests.unit.exchange.fault_schedules import Schedule, drawn, drawn_with_owners, run_drawn
-from tests.unit.exchange.simulation import (
+from tests.exhaustive.exchange.fault_schedules import Schedule, drawn, drawn_with_owners, run_drawn
+from tests.exhaustive.exchange.simulation import (
     KINDS,
     between_owners,
     boundaries_between_owners,
     complete,
     single_fault,
 )
+from tests.helpers.seeds import run_seeds
 
 SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "500"))
 SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))

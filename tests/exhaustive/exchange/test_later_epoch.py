@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.unit.exchange.simulation import founded, fragments_of
+from tests.exhaustive.exchange.simulation import founded, fragments_of
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Renew, Send
 from torchtitan_diloco.exchange.messages import Announce, Epoch, Member

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.faults import Fault as Planted
-from tests.helpers.faults import plant
-from tests.unit.exchange.account import Account, Work
-from tests.unit.exchange.fault_schedules import (
+from tests.exhaustive.exchange.account import Account, Work
+from tests.exhaustive.exchange.fault_schedules import (
     BEHIND_AGAIN,
     Fault,
     Schedule,
@@ -16,6 +14,8 @@ from tests.unit.exchange.fault_schedules import (
     shrunk,
     smaller,
 )
+from tests.helpers.faults import Fault as Planted
+from tests.helpers.faults import plant
 from torchtitan_diloco.exchange import memory, protocol
 from torchtitan_diloco.exchange.messages import Outcome
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.unit.exchange.fault_schedules import BEHIND_AGAIN, Fault, Schedule, drawn_with_owners
-from tests.unit.exchange.simulation import (
+from tests.exhaustive.exchange.fault_schedules import BEHIND_AGAIN, Fault, Schedule, drawn_with_owners
+from tests.exhaustive.exchange.simulation import (
     KINDS,
     Simulation,
     between_owners,

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from tests.unit.exchange.account import Account, Work
+from tests.exhaustive.exchange.account import Account, Work
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange.memory import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tests.unit.exchange.simulation import FP32, LOSSY, USUAL_S, Simulation
+from tests.exhaustive.exchange.simulation import FP32, LOSSY, USUAL_S, Simulation
 from torchtitan_diloco.exchange.memory import Boundary, Fate
 
 KINDS = (
