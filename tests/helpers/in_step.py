@@ -79,7 +79,7 @@ def lose_one(
     part, rank = divmod(int(os.environ["RANK"]), ranks)
     island = min(part, 1)
     become(island, rank, ranks, ports[part])
-    own, alone = Path(folder) / f"island-{island}", Path(folder) / "alone"
+    own, alone, back = Path(folder) / f"island-{island}", Path(folder) / "alone", Path(folder) / "back"
     if part == 2:
         os.environ["TORCHTITAN_DILOCO_INCARNATION"] = "second"
         while not alone.exists():
@@ -92,7 +92,10 @@ def lose_one(
             os._exit(1)
         if part == 0 and self.account.step == 6:  # without the other
             alone.touch()
-        time.sleep(0.1)  # the run is not over before the island is back
+        if part == 2:
+            back.touch()
+        elif alone.exists() and not back.exists():
+            time.sleep(1.0)  # the run is not over before the island is back, on however busy a machine
         step(self)
 
     with mock.patch.object(GradientSync, "after_backward", dying):

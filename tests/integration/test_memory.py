@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 MEGABYTES = 50
 MARGIN = 1.25  # sampled, and which buffers meet depends on who is late

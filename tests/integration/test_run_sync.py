@@ -14,6 +14,8 @@ from tests.helpers import event_schema
 from tests.helpers.real_run import QUICKSTART, HandStarted, LocalRun, local_run, traces_of_ours, write_config
 from torchtitan_diloco.cli.data import main as data_command
 
+pytestmark = pytest.mark.slow
+
 STEPS, SYNC_EVERY, PACE_S = 20, 10, 0.3
 SYNC = ("--semi_sync.method", "sync")
 

@@ -12,6 +12,8 @@ from tests.helpers.replicas import lighthouse
 from tests.helpers.world import facts, run_cases
 from torchtitan_diloco.observe.reading import EventTail
 
+pytestmark = pytest.mark.slow
+
 KILLED_STEPS = 40
 TWICE = {"training.global_batch_size": 16}  # of 8 rows that four ranks read at once; of 4, on an island
 
