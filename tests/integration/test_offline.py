@@ -111,12 +111,13 @@ def test_fr23_without_a_network_everything_starts_and_nothing_is_dialled(tmp_pat
 
 def test_fr23_a_missing_corpus_is_one_message_with_its_path_and_the_command(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG.replace('prepare_from = "bundled:kjv"', ""))
-    command = [sys.executable, "-m", "torchtitan_diloco", "run", "run.toml", "--islands", "1", "--ranks", "1"]
+    command = [sys.executable, "-m", "torchtitan_diloco", "run", "run.toml", "--islands", "2", "--ranks", "2"]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True,
         timeout=100, check=False,
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in said
+    assert said.count("no prepared corpus") == 1  # not one for each rank
     assert "data.sources.path: no prepared corpus at data/kjv" in said
     assert "torchtitan-diloco data prepare --input FILE" in said
