@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan_diloco import assets
 from torchtitan_diloco.data.atomic import appearing_folder, exclusive
 from torchtitan_diloco.data.chunks import CHUNK_BYTES, cut, workers_for
+from torchtitan_diloco.data.fits import Settings, check_fits, check_same_source
 from torchtitan_diloco.data.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
@@ -26,7 +27,7 @@ from torchtitan_diloco.data.manifest import (
 )
 from torchtitan_diloco.data.packing import Packer, Tokens
 from torchtitan_diloco.data.parts import Parts, Recipe, identity
-from torchtitan_diloco.data.sources import Sources, source_name
+from torchtitan_diloco.data.sources import Sources
 from torchtitan_diloco.data.tokenizer import CorpusTokenizer, tokenizer_sha256
 from torchtitan_diloco.data.writer import CorpusWriter, rows_per_block
 from torchtitan_diloco.errors import UserError
@@ -34,16 +35,6 @@ from torchtitan_diloco.errors import UserError
 logger = logging.getLogger(__name__)
 
 __all__ = ["Manifest", "Progress", "Settings", "ensure_prepared", "load_manifest", "prepare", "verify"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """By which names the user gave the arguments, for messages."""
-
-    input: str = "data.sources.prepare_from"
-    output: str = "data.sources.path"
-    tokenizer: str = "model.hf_assets_path"
-    seq_len: str = "training.seq_len"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,38 +148,8 @@ def ensure_prepared(
     manifest = load_manifest(path)
     check_fits(manifest, path, tokenizer_dir, seq_len)
     if prepare_from:
-        _check_same_source(manifest, path, prepare_from)
+        check_same_source(manifest, path, prepare_from)
     return manifest
-
-
-def check_fits(manifest: Manifest, path: str | Path, tokenizer_dir: str | Path, seq_len: int) -> None:
-    """Raises UserError unless the corpus was made for this sequence length and tokenizer."""
-    settings = Settings()
-    if manifest.seq_len != seq_len:
-        raise UserError(
-            f"{settings.seq_len}: is {seq_len}, but the corpus {path} was prepared for {manifest.seq_len}; "
-            "set it to that or prepare the corpus again elsewhere"
-        )
-    if manifest.tokenizer.sha256 != tokenizer_sha256(assets.resolve(tokenizer_dir)):
-        raise UserError(
-            f"{settings.tokenizer}: the tokenizer {tokenizer_dir} is not the one that the corpus {path} was prepared "
-            f"with ({manifest.tokenizer.path}); use that one or prepare the corpus again elsewhere"
-        )
-
-
-def _check_same_source(manifest: Manifest, path: str | Path, prepare_from: str) -> None:
-    """By name and size only: hashing the source at every start would take too long. A source that has gone is fine."""
-    name = source_name(prepare_from)
-    file = assets.resolve(prepare_from)
-    known = [(record.name, record.bytes) for record in manifest.sources]
-    if [name] != [record.name for record in manifest.sources] or (
-        file.exists() and known != [(name, file.stat().st_size)]
-    ):
-        made_from = ", ".join(f"{record.name} ({record.bytes} bytes)" for record in manifest.sources)
-        raise UserError(
-            f"{Settings().input}: the corpus {path} was made from {made_from}, not from {prepare_from} as it is now; "
-            "remove the corpus or give another path"
-        )
 
 
 def _is_free(target: Path) -> bool:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.documents import numbered_documents
+from torchtitan_diloco.data import fits, sources
 from torchtitan_diloco.data import prepare as prepare_module
-from torchtitan_diloco.data import sources
 from torchtitan_diloco.data.corpus import Corpus
 from torchtitan_diloco.data.prepare import ensure_prepared, load_manifest, prepare, verify
 from torchtitan_diloco.errors import UserError
@@ -171,6 +171,36 @@ def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
     text_file.write_text("w2 w3")
     with pytest.raises(UserError, match=r"not from .*input\.txt as it is now"):
         ensure_prepared(corpus_dir, str(text_file), tokenizer_dir, SEQ_LEN)
+
+
+def test_a_corpus_prepared_from_a_datasets_folder_is_found_again(tokenizer_dir: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    source, path = tmp_path / "hf", tmp_path / "corpus"
+    Dataset.from_dict({"text": numbered_documents(50)}).save_to_disk(source, num_shards=2)
+    made = ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN)
+    assert ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN) == made
+    shutil.rmtree(tmp_path / "hf")
+    assert ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN) == made
+    with pytest.raises(UserError, match=r"hf/data-.*, not from .*other as it is now"):
+        ensure_prepared(path, str(tmp_path / "other"), tokenizer_dir, SEQ_LEN)
+    Dataset.from_dict({"text": numbered_documents(49)}).save_to_disk(source, num_shards=2)
+    with pytest.raises(UserError, match=r"not from .*hf as it is now"):
+        ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN)
+
+
+def test_a_source_edited_at_its_size_is_another_and_is_hashed_once(
+    text_file: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN)
+    assert ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN) == made
+    with monkeypatch.context() as patch:
+        patch.setattr(fits, "sha256_file", None)  # calling it would fail
+        assert ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN) == made
+    text_file.write_text(text_file.read_text().replace("w5", "w6", 1))
+    os.utime(text_file, ns=(1, 1))
+    with pytest.raises(UserError, match=r"not from .*input\.txt as it is now"):
+        ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN)
 
 
 @pytest.mark.parametrize(

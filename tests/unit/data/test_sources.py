@@ -20,12 +20,6 @@ from torchtitan_diloco.errors import UserError
 SEQ_LEN = 8
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.mark.parametrize("dtype", list(CODES))
 def test_megatron_windows_follow_the_tokens_and_restart_positions_at_documents(
     tmp_path: Path, tokenizer_dir: Path, dtype: str
@@ -141,9 +135,9 @@ def test_a_corpus_that_was_damaged_on_its_way_is_refused_on_first_use(
 
 
 def test_without_a_place_to_remember_it_is_checked_every_time(
-    corpus: Path, tokenizer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    corpus: Path, tokenizer_dir: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
+    own_cache.write_text("a file where the folder should be")
     for _ in range(2):
         source_digest(DataSource(path=str(corpus)), tokenizer_dir, SEQ_LEN)
     assert caplog.text.count("cannot remember that") == 2
