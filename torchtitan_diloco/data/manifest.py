@@ -126,7 +126,7 @@ def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Ma
         raise UserError(
             f"{setting}: no prepared corpus at {path} (cannot read {file}: {error.strerror})"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{setting}: {file} is damaged ({error}); remove {path} and prepare it again"
         ) from error

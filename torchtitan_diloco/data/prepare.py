@@ -29,7 +29,7 @@ from torchtitan_diloco.data.packing import Packer, Tokens
 from torchtitan_diloco.data.parts import Parts, Recipe, identity
 from torchtitan_diloco.data.sources import Sources
 from torchtitan_diloco.data.tokenizer import CorpusTokenizer, tokenizer_sha256
-from torchtitan_diloco.data.writer import CorpusWriter, rows_per_block
+from torchtitan_diloco.data.writer import MAX_SEQ_LEN, CorpusWriter, rows_per_block
 from torchtitan_diloco.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ def prepare(
             Nothing half-written is left behind.
     """
     settings = settings or Settings()
-    if seq_len < 1:
-        raise UserError(f"{settings.seq_len}: must be at least 1, not {seq_len}")
+    if not 1 <= seq_len <= MAX_SEQ_LEN:
+        raise UserError(f"{settings.seq_len}: must be at least 1 and at most {MAX_SEQ_LEN}, not {seq_len}")
     job = _Job(
         sources=Sources.find(inputs, text_key, settings.input),
         tokenizer_dir=str(tokenizer_dir),

@@ -234,6 +234,8 @@ def test_a_source_edited_at_its_size_is_another_and_is_hashed_once(
         (["small.txt"], "damaged config", 16, r"model\.hf_assets_path: .*tokenizer_config\.json is not JSON"),
         (["small.txt"], "no eos", 16, r"model\.hf_assets_path: .* has no end-of-text token"),
         (["small.txt"], "plain", 0, r"training\.seq_len: must be at least 1"),
+        (["small.txt"], "plain", 10**20, r"training\.seq_len: must be .* at most 2147483646"),
+        (["small.txt"], "plain", 2**31 - 2, r"fewer than one sequence of 2147483646"),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing_behind(

@@ -80,6 +80,22 @@ def test_a_megatron_corpus_that_does_not_fit_is_refused(
         open_samples(DataSource(path=str(path)), tokenizer_dir, SEQ_LEN)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "cannot be loaded"),
+        ('{"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}', "has no entries"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named_with_a_megatron_corpus(
+    tmp_path: Path, content: str, problem: str
+) -> None:
+    path = write_megatron(tmp_path / "corpus", some_documents())
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=rf"model\.hf_assets_path: .*tokenizer\.json {problem}"):
+        open_samples(DataSource(path=str(path)), tmp_path, SEQ_LEN)
+
+
 def _changed(file: Path, at: int, value: int) -> bytes:
     data = bytearray(file.read_bytes())
     data[at] = value
