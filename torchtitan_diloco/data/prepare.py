@@ -24,6 +24,7 @@ from torchtitan_diloco.data.manifest import (
     load_manifest,
     sha256_file,
     verify,
+    verify_sizes,
 )
 from torchtitan_diloco.data.packing import Packer, Tokens
 from torchtitan_diloco.data.parts import Parts, Recipe, identity
@@ -91,6 +92,8 @@ def prepare(
             Nothing half-written is left behind.
     """
     settings = settings or Settings()
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs: must be at least 1, not {jobs}; leave it out for one per core")
     if not 1 <= seq_len <= MAX_SEQ_LEN:
         raise UserError(f"{settings.seq_len}: must be at least 1 and at most {MAX_SEQ_LEN}, not {seq_len}")
     job = _Job(
@@ -162,7 +165,7 @@ def _existing(target: Path, job: _Job) -> Manifest:
         raise UserError(
             f"{job.settings.output}: {target} is there but holds no prepared corpus; remove it or give another folder"
         )
-    found = load_manifest(target, setting=job.settings.output)
+    found = verify_sizes(target, setting=job.settings.output)
     if (found.sources, found.seq_len, found.text_key, found.tokenizer.sha256) != (
         job.sources.records,
         job.seq_len,

@@ -109,8 +109,13 @@ def test_commands_show_and_verify_a_megatron_corpus(
     assert dispatch(["data", "inspect", str(path)]) == 0
     assert "2 documents in 3 sequences, 6 tokens (uint16)" in capsys.readouterr().out
     assert dispatch(["data", "verify", str(path)]) == 0
+    assert "largest id 6" in capsys.readouterr().out
     path.write_bytes(b"")
     assert dispatch(["data", "verify", str(path)]) == 2
+    path = write_megatron(tmp_path / "negative", [[[1, -2]]], "int32")
+    capsys.readouterr()
+    assert dispatch(["data", "verify", str(path)]) == 2
+    assert "DIR: " in (shown := capsys.readouterr().err) and "holds negative token ids" in shown
 
 
 # ---- prepared corpora ----------------------------------------------------------------------------------------------
