@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_diloco.data.absent import remedy
 from torchtitan_diloco.errors import UserError
 
 FORMAT_VERSION = 1
@@ -134,9 +135,9 @@ def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Ma
             )
         return _parse(data)
     except OSError as error:
-        raise UserError(
-            f"{setting}: no prepared corpus at {path} (cannot read {file}: {error.strerror})"
-        ) from error
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise UserError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
+        raise UserError(f"{setting}: no prepared corpus at {path}: {remedy(path)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{setting}: {file} is damaged ({error}); remove {path} and prepare it again"

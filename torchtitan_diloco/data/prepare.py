@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_diloco import assets
+from torchtitan_diloco.data.absent import remedy
 from torchtitan_diloco.data.atomic import appearing_folder, exclusive
 from torchtitan_diloco.data.chunks import CHUNK_BYTES, cut, workers_for
 from torchtitan_diloco.data.fits import Settings, check_fits, check_same_source
@@ -147,6 +148,10 @@ def ensure_prepared(
             f"{settings.output}: no prepared corpus at {path}; set data.sources.prepare_from, or run\n"
             f"  torchtitan-diloco data prepare --input FILE --tokenizer {tokenizer_dir} --seq-len {seq_len} "
             f"--output {path}"
+        )
+    if not (Path(path) / FILE_NAME).exists():
+        raise UserError(
+            f"{settings.output}: no prepared corpus at {path}: {remedy(path, tokenizer=tokenizer_dir, seq_len=seq_len)}"
         )
     manifest = load_manifest(path)
     check_fits(manifest, path, tokenizer_dir, seq_len)

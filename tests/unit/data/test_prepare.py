@@ -157,6 +157,39 @@ def test_ensure_prepared_makes_the_corpus_once_and_then_finds_it(
     assert ensure_prepared(path, "", tokenizer_dir, SEQ_LEN) == made
 
 
+@pytest.mark.parametrize(
+    ("kind", "what", "source"),
+    [
+        ("file", "it is a file", "there"),
+        ("dataset", "it is a folder of Hugging Face datasets", "there"),
+        ("dataset dict", "it is a folder of Hugging Face datasets", "there/validation"),
+        ("folder", "the folder holds something else", None),
+    ],
+)
+def test_what_is_no_corpus_is_refused_with_the_command_that_makes_one(
+    tokenizer_dir: Path, tmp_path: Path, kind: str, what: str, source: str | None
+) -> None:
+    path, output = tmp_path / "there", str(tmp_path / "there-prepared") if source else "FOLDER"
+    if kind == "file":
+        path.write_text("w2 w3")
+    else:
+        path.mkdir()
+        name = {"dataset": "state.json", "dataset dict": "dataset_dict.json"}.get(kind, "notes.txt")
+        (path / name).write_text('{"splits": ["validation"]}')
+    taken = str(tmp_path / source) if source else "FILE"
+    for prepare_from in ("", str(tmp_path / "input.txt")):
+        with pytest.raises(UserError) as caught:
+            ensure_prepared(path, prepare_from, tokenizer_dir, SEQ_LEN)
+        assert str(caught.value) == (
+            f"data.sources.path: no prepared corpus at {path}: {what}; run `torchtitan-diloco data prepare --input {taken} "
+            f"--tokenizer {tokenizer_dir} --seq-len 16 --output {output}`, and give {output}"
+        )
+    with pytest.raises(
+        UserError, match=f"{what}; run .* --tokenizer TOKENIZER --seq-len N --output {output}"
+    ):
+        load_manifest(path)
+
+
 def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
     corpus_dir: Path, text_file: Path, tokenizer_dir: Path, make_tokenizer: Callable[..., Path]
 ) -> None:
