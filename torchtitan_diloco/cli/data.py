@@ -37,7 +37,7 @@ class Prepare:
     text_key: str = "text"
     """Key of the text in JSONL files, column of it in tables."""
     jobs: int | None = None
-    """Processes that tokenise; by default one per core. After a kill, the same command goes on where it was."""
+    """Processes that tokenise; by default one per core. After a kill, input above 16 MiB goes on where it was."""
 
     def run(self) -> None:
         """Prepares and shows a summary."""
