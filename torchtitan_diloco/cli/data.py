@@ -10,7 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_diloco.data.megatron import check_megatron, is_megatron, read_index
+from torchtitan_diloco.cli.stop import interruptible
+from torchtitan_diloco.data.corpus import Corpus
+from torchtitan_diloco.data.megatron import check_megatron, is_megatron, read_index, scan_tokens
 from torchtitan_diloco.data.prepare import Manifest, Progress, Settings, load_manifest, prepare, verify
 from torchtitan_diloco.data.run_audit import audit_run, describe
 
@@ -35,7 +37,7 @@ class Prepare:
     text_key: str = "text"
     """Key of the text in JSONL files, column of it in tables."""
     jobs: int | None = None
-    """Processes that tokenise; by default one per core. After a kill, the same command goes on where it was."""
+    """Processes that tokenise; by default one per core. After a kill, input above 16 MiB goes on where it was."""
 
     def run(self) -> None:
         """Prepares and shows a summary."""
@@ -64,11 +66,14 @@ class Verify:
         """Raises UserError when something is missing or changed."""
         if is_megatron(self.path):
             index = check_megatron(self.path, setting="DIR")
+            _, largest = scan_tokens(self.path.with_suffix(".bin"), index, setting="DIR")
             print(
-                f"{self.path}: {len(index.lengths)} sequences, {index.tokens} tokens, index and tokens agree"
+                f"{self.path}: {len(index.lengths)} sequences, {index.tokens} tokens, index and tokens agree; "
+                f"largest id {largest}"
             )
             return
         manifest = verify(self.path, setting="DIR")
+        Corpus(self.path, setting="DIR")  # that the files listed are all: it counts their sequences
         size = sum(record.bytes for record in manifest.files)
         print(
             f"{self.path}: {len(manifest.files)} files, {size} bytes, all as in the manifest; digest {manifest.digest}"
@@ -124,7 +129,8 @@ Command = (
 def main(argv: list[str]) -> int:
     """Runs ``data`` with the arguments after it; returns the exit code. Raises UserError."""
     command = tyro.cli(Command, prog="torchtitan-diloco data", description=__doc__, args=argv)
-    return command.run() or 0
+    with interruptible():
+        return command.run() or 0
 
 
 def _summary(path: Path, manifest: Manifest) -> str:

@@ -60,3 +60,24 @@ def stop_requests() -> StopRequests:
     requests = StopRequests()
     requests.install()
     return requests
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the command as Ctrl-C does: it cleans up and says so, instead of dying where it stands.
+
+    Once only: what a command does to clean up is not interrupted by a second signal of the same kind. Main thread only.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    # nohup ignores SIGHUP on purpose.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

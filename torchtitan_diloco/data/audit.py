@@ -259,10 +259,14 @@ def _source_report(
     samples, shards = about["samples"], about["shards"]
     sizes = [shard_size(samples, shards, shard) for shard in range(shards)]
     last = [max((span.end for span in spans.get(stream(name, k), ())), default=0) for k in range(shards)]
-    epochs = max(1, *(-(-end // size) for end, size in zip(last, sizes, strict=True)))
+    epochs = max([1, *(-(-end // size) for end, size in zip(last, sizes, strict=True) if size)])
     reports = [EpochReport(name, about["path"], epoch, samples) for epoch in range(epochs)]
     for shard, size in enumerate(sizes):
         key = stream(name, shard)
+        if not size:  # more shards than samples
+            if last[shard]:
+                report.problems.append(f"stream {key}: was read up to {last[shard]}, but has no samples")
+            continue
         borders = {epoch * size for epoch in range(epochs + 1)}
         for begin, end, covering in _pieces(spans.get(key, ()), borders):
             _count(reports[begin // size], key, begin, end, covering, key in held, report)

@@ -11,6 +11,8 @@ from typing import BinaryIO, cast
 from torchtitan_diloco.data.tables import TABLE_SUFFIXES, table_documents
 from torchtitan_diloco.errors import UserError
 
+# Only the text of a record is used: a number of any length is as good as another, and int() refuses very long ones.
+_JSON = json.JSONDecoder(parse_int=float)
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
@@ -113,10 +115,14 @@ class DocumentReader:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = _JSON.decode(line)
             except json.JSONDecodeError as error:
                 raise self._error(
                     number, f"not JSON ({error.msg}); one JSON object a line is expected"
+                ) from error
+            except RecursionError as error:
+                raise self._error(
+                    number, "JSON that is nested too deeply; one flat object is expected"
                 ) from error
             text = record.get(self._text_key) if isinstance(record, dict) else None
             if not isinstance(text, str):

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_diloco.data.entries import is_entry
+
 LEDGER = "ledger.jsonl"
 READING = "reading.json"
 
@@ -130,19 +132,23 @@ def read_ledger(path: Path) -> tuple[list[dict[str, Any]], int]:
         for line in filter(str.strip, file):
             try:
                 entry = json.loads(line)
+                if not is_entry(str(entry["kind"]), entry):
+                    raise ValueError
                 entries.append({"kind": entry["kind"], **entry})
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 broken += 1
     return entries, broken
 
 
 def read_reading(path: Path) -> dict[str, Any] | None:
-    """``lineage`` and ``streams`` of a ``reading.json``; None where there is none or it was cut off."""
+    """``lineage`` and ``streams`` of a ``reading.json``; None where there is none or it is damaged."""
     try:
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         value = json.loads(first)
-        return {"lineage": str(value["lineage"]), "streams": dict(value["streams"])}
-    except (OSError, ValueError, TypeError, KeyError):
+        if not is_entry("reading", value):
+            return None
+        return {"lineage": value["lineage"], "streams": value["streams"]}
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

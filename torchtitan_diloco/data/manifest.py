@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_diloco.data.absent import remedy
 from torchtitan_diloco.errors import UserError
 
 FORMAT_VERSION = 1
@@ -92,6 +93,13 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _record(data: dict[str, Any]) -> FileRecord:
+    record = FileRecord(**data)
+    if [type(value) for value in (record.name, record.bytes, record.sha256)] != [str, int, str]:
+        raise ValueError(f"{data} describes no file")
+    return record
+
+
 def _parse(data: dict[str, Any]) -> Manifest:
     digest = data.pop("digest")
     manifest = Manifest(
@@ -99,12 +107,16 @@ def _parse(data: dict[str, Any]) -> Manifest:
         | {
             "tokenizer": TokenizerRecord(**data["tokenizer"]),
             "counts": Counts(**data["counts"]),
-            "files": tuple(FileRecord(**record) for record in data["files"]),
-            "sources": tuple(FileRecord(**record) for record in data["sources"]),
+            "files": tuple(_record(record) for record in data["files"]),
+            "sources": tuple(_record(record) for record in data["sources"]),
         }
     )
     if manifest.digest != digest:
         raise ValueError("its digest does not fit its contents")
+    if not any(
+        record.name.endswith(".arrow") for record in manifest.files
+    ):  # of which the digest knows nothing
+        raise ValueError("it names no data files")
     return manifest
 
 
@@ -123,10 +135,10 @@ def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Ma
             )
         return _parse(data)
     except OSError as error:
-        raise UserError(
-            f"{setting}: no prepared corpus at {path} (cannot read {file}: {error.strerror})"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise UserError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
+        raise UserError(f"{setting}: no prepared corpus at {path}: {remedy(path)}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{setting}: {file} is damaged ({error}); remove {path} and prepare it again"
         ) from error
@@ -138,19 +150,40 @@ def verify(path: str | Path, *, setting: str = "data.sources.path") -> Manifest:
     Raises UserError with one line per missing or changed file.
     """
     manifest = load_manifest(path, setting=setting)
+    problems = _wrong_sizes(manifest, Path(path))
+    for record in () if problems else manifest.files:
+        file = Path(path) / record.name
+        try:
+            if sha256_file(file) != record.sha256:
+                problems.append(f"{file} has changed: its SHA-256 is not {record.sha256}")
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error.strerror}")
+    _raise_damage(problems, path, setting)
+    return manifest
+
+
+def verify_sizes(path: str | Path, *, setting: str = "data.sources.path") -> Manifest:
+    """As ``verify``, without reading the files: finds those that are missing or were cut off."""
+    manifest = load_manifest(path, setting=setting)
+    _raise_damage(_wrong_sizes(manifest, Path(path)), path, setting)
+    return manifest
+
+
+def _wrong_sizes(manifest: Manifest, path: Path) -> list[str]:
     problems = []
     for record in manifest.files:
-        file = Path(path) / record.name
+        file = path / record.name
         try:
             size = file.stat().st_size
             if size != record.bytes:
                 problems.append(f"{file} has {size} bytes instead of {record.bytes}")
-            elif sha256_file(file) != record.sha256:
-                problems.append(f"{file} has changed: its SHA-256 is not {record.sha256}")
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror}")
+    return problems
+
+
+def _raise_damage(problems: list[str], path: str | Path, setting: str) -> None:
     if problems:
         raise UserError(
             "\n".join([*problems, f"{setting}: {path} is damaged; remove it and prepare it again"])
         )
-    return manifest

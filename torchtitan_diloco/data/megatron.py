@@ -11,6 +11,7 @@ attention does not cross them, which Megatron leaves to its ``reset_position_ids
 of the next.
 """
 
+import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
 }  # fmt: skip
+_PIECE = 1 << 24  # bytes read at once
 _SCANNED = 1 << 22  # tokens, or sequences, looked at at once
 
 
@@ -114,6 +116,27 @@ def check_megatron(path: Path, *, setting: str = "data.sources.path") -> Index:
     index = read_index(idx, setting=setting)
     check_index(index, idx, tokens.stat().st_size, setting=setting)
     return index
+
+
+def scan_tokens(path: Path, index: Index, *, setting: str = "data.sources.path") -> tuple[str, int]:
+    """(SHA-256, largest id; -1 without tokens) of a .bin, all of which is read.
+
+    Raises UserError naming ``setting`` for negative ids, and when it cannot be read.
+    """
+    largest, hashed = -1, hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                hashed.update(piece)
+                values = np.frombuffer(piece, index.dtype)
+                largest = max(largest, int(values.max()))
+                if int(values.min()) < 0:
+                    raise UserError(
+                        f"{setting}: {path} holds negative token ids; it is damaged, copy it again"
+                    )
+    except OSError as error:
+        raise UserError(f"{setting}: cannot read {path}: {error.strerror or error}") from error
+    return hashed.hexdigest(), largest
 
 
 class MegatronCorpus:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_diloco import assets
+from torchtitan_diloco.data.absent import remedy
 from torchtitan_diloco.data.atomic import appearing_folder, exclusive
 from torchtitan_diloco.data.chunks import CHUNK_BYTES, cut, workers_for
+from torchtitan_diloco.data.fits import Settings, check_fits, check_same_source
 from torchtitan_diloco.data.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
@@ -23,27 +25,18 @@ from torchtitan_diloco.data.manifest import (
     load_manifest,
     sha256_file,
     verify,
+    verify_sizes,
 )
 from torchtitan_diloco.data.packing import Packer, Tokens
 from torchtitan_diloco.data.parts import Parts, Recipe, identity
-from torchtitan_diloco.data.sources import Sources, source_name
+from torchtitan_diloco.data.sources import Sources
 from torchtitan_diloco.data.tokenizer import CorpusTokenizer, tokenizer_sha256
-from torchtitan_diloco.data.writer import CorpusWriter, rows_per_block
+from torchtitan_diloco.data.writer import MAX_SEQ_LEN, CorpusWriter, rows_per_block
 from torchtitan_diloco.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["Manifest", "Progress", "Settings", "ensure_prepared", "load_manifest", "prepare", "verify"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """By which names the user gave the arguments, for messages."""
-
-    input: str = "data.sources.prepare_from"
-    output: str = "data.sources.path"
-    tokenizer: str = "model.hf_assets_path"
-    seq_len: str = "training.seq_len"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +93,10 @@ def prepare(
             Nothing half-written is left behind.
     """
     settings = settings or Settings()
-    if seq_len < 1:
-        raise UserError(f"{settings.seq_len}: must be at least 1, not {seq_len}")
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs: must be at least 1, not {jobs}; leave it out for one per core")
+    if not 1 <= seq_len <= MAX_SEQ_LEN:
+        raise UserError(f"{settings.seq_len}: must be at least 1 and at most {MAX_SEQ_LEN}, not {seq_len}")
     job = _Job(
         sources=Sources.find(inputs, text_key, settings.input),
         tokenizer_dir=str(tokenizer_dir),
@@ -154,41 +149,15 @@ def ensure_prepared(
             f"  torchtitan-diloco data prepare --input FILE --tokenizer {tokenizer_dir} --seq-len {seq_len} "
             f"--output {path}"
         )
+    if not (Path(path) / FILE_NAME).exists():
+        raise UserError(
+            f"{settings.output}: no prepared corpus at {path}: {remedy(path, tokenizer=tokenizer_dir, seq_len=seq_len)}"
+        )
     manifest = load_manifest(path)
     check_fits(manifest, path, tokenizer_dir, seq_len)
     if prepare_from:
-        _check_same_source(manifest, path, prepare_from)
+        check_same_source(manifest, path, prepare_from)
     return manifest
-
-
-def check_fits(manifest: Manifest, path: str | Path, tokenizer_dir: str | Path, seq_len: int) -> None:
-    """Raises UserError unless the corpus was made for this sequence length and tokenizer."""
-    settings = Settings()
-    if manifest.seq_len != seq_len:
-        raise UserError(
-            f"{settings.seq_len}: is {seq_len}, but the corpus {path} was prepared for {manifest.seq_len}; "
-            "set it to that or prepare the corpus again elsewhere"
-        )
-    if manifest.tokenizer.sha256 != tokenizer_sha256(assets.resolve(tokenizer_dir)):
-        raise UserError(
-            f"{settings.tokenizer}: the tokenizer {tokenizer_dir} is not the one that the corpus {path} was prepared "
-            f"with ({manifest.tokenizer.path}); use that one or prepare the corpus again elsewhere"
-        )
-
-
-def _check_same_source(manifest: Manifest, path: str | Path, prepare_from: str) -> None:
-    """By name and size only: hashing the source at every start would take too long. A source that has gone is fine."""
-    name = source_name(prepare_from)
-    file = assets.resolve(prepare_from)
-    known = [(record.name, record.bytes) for record in manifest.sources]
-    if [name] != [record.name for record in manifest.sources] or (
-        file.exists() and known != [(name, file.stat().st_size)]
-    ):
-        made_from = ", ".join(f"{record.name} ({record.bytes} bytes)" for record in manifest.sources)
-        raise UserError(
-            f"{Settings().input}: the corpus {path} was made from {made_from}, not from {prepare_from} as it is now; "
-            "remove the corpus or give another path"
-        )
 
 
 def _is_free(target: Path) -> bool:
@@ -201,7 +170,7 @@ def _existing(target: Path, job: _Job) -> Manifest:
         raise UserError(
             f"{job.settings.output}: {target} is there but holds no prepared corpus; remove it or give another folder"
         )
-    found = load_manifest(target, setting=job.settings.output)
+    found = verify_sizes(target, setting=job.settings.output)
     if (found.sources, found.seq_len, found.text_key, found.tokenizer.sha256) != (
         job.sources.records,
         job.seq_len,

@@ -15,11 +15,19 @@ SHOWN = 20
 def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
     """Audits a run from its folders (several, when islands lie on several file systems).
 
-    Raises UserError naming ``setting`` when there is no ledger below them, or one cannot be read.
+    Raises UserError naming ``setting`` when there is no ledger below one of them, or one cannot be read.
     """
+    if not runs:
+        raise UserError(f"{setting}: no folder given; give that of a run, job.dump_folder/job.name")
     accounts, notes = [], []
-    for run in runs:
-        for path in sorted(run.glob(f"island-*/{LEDGER}")):
+    for run in {run.resolve(): run for run in runs}.values():  # one that is given twice counts once
+        if not (paths := _ledgers(run)):
+            problem = "has no island-*/" + LEDGER if run.is_dir() else "is no folder"
+            raise UserError(
+                f"{setting}: {run} {problem}; give the folder of a run that read [[data.sources]] (training.dataset keeps "
+                "no ledger, nor do several islands that train on their own)"
+            )
+        for path in paths:
             try:
                 entries, broken = read_ledger(path)
             except OSError as error:
@@ -29,20 +37,21 @@ def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
             island = int(path.parent.name.removeprefix("island-"))
             running = _will_go_on(path.parent / "state.json")
             accounts.append(Account(island, entries, read_reading(path.parent / READING), running))
-    if not accounts:
-        raise UserError(
-            f"{setting}: no island-*/{LEDGER} below {', '.join(map(str, runs))}; give the folder of a run that read "
-            "[[data.sources]] (training.dataset keeps no ledger, nor do several islands that train on their own)"
-        )
     report = audit(accounts)
     report.notes += notes
     return report
 
 
+def _ledgers(run: Path) -> list[Path]:
+    """Of its islands; a copy such as ``island-0.old`` is none."""
+    found = sorted(run.glob(f"island-*/{LEDGER}"))
+    return [path for path in found if path.parent.name.removeprefix("island-").isdecimal()]
+
+
 def _will_go_on(state: Path) -> bool:
     try:
         return json.loads(state.read_text())["state"] in ("running", "resume")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -12,7 +12,7 @@ from torchtitan_diloco.data.corpus import Corpus, Sequences
 from torchtitan_diloco.data.megatron import MegatronCorpus, is_megatron
 from torchtitan_diloco.data.prepare import ensure_prepared
 from torchtitan_diloco.data.stamp import identify_megatron, verify_once
-from torchtitan_diloco.data.tokenizer import tokenizer_sha256
+from torchtitan_diloco.data.tokenizer import load_tokenizer, tokenizer_sha256
 from torchtitan_diloco.errors import UserError
 
 
@@ -78,6 +78,4 @@ def _entries(folder: Path) -> int | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    from tokenizers import Tokenizer
-
-    return max(Tokenizer.from_file(str(file)).get_vocab().values()) + 1
+    return max(load_tokenizer(file, "model.hf_assets_path").get_vocab().values()) + 1

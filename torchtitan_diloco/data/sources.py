@@ -29,7 +29,7 @@ class Sources:
         if not inputs:
             raise UserError(f"{setting}: no input file given")
         paths, records = [], []
-        for name, path in _files(inputs, setting):
+        for name, path in named_files(inputs, setting):
             try:
                 if path.exists() and not path.is_file():
                     raise UserError(f"{setting}: {path} is not a file")
@@ -62,8 +62,11 @@ class Sources:
             yield before, batch
 
 
-def _files(inputs: Sequence[str | Path], setting: str) -> Iterator[tuple[str, Path]]:
-    """(name, path) of every file; a Hugging Face ``datasets`` folder stands for its Arrow files."""
+def named_files(inputs: Sequence[str | Path], setting: str) -> Iterator[tuple[str, Path]]:
+    """(name, path) of every file; a Hugging Face ``datasets`` folder stands for its Arrow files.
+
+    Raises UserError naming ``setting`` for another folder.
+    """
     for given in inputs:
         path = assets.resolve(given)
         if path.is_dir():

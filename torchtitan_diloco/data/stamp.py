@@ -12,16 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchtitan_diloco.data.atomic import exclusive
 from torchtitan_diloco.data.manifest import FILE_NAME, Manifest, load_manifest, sha256_file, verify
-from torchtitan_diloco.data.megatron import check_megatron
+from torchtitan_diloco.data.megatron import check_megatron, scan_tokens
 from torchtitan_diloco.errors import UserError
 
 logger = logging.getLogger(__name__)
 _FORMAT = 1
-_PIECE = 1 << 24
 
 
 def cache_folder() -> Path:
@@ -93,15 +90,8 @@ def identify_megatron(
 
     def check() -> dict[str, Any]:
         logger.info("first use of %s: reading all of it", tokens)
-        largest, hashed = -1, hashlib.sha256()
-        with open(tokens, "rb") as file:
-            while piece := file.read(_PIECE):
-                hashed.update(piece)
-                values = np.frombuffer(piece, index.dtype)
-                largest = max(largest, int(values.max()))
-                if int(values.min()) < 0:
-                    raise UserError(f"{setting}: {tokens} holds negative token ids; it is damaged")
-        return {"idx": sha256_file(idx), "bin": hashed.hexdigest(), "largest": largest}
+        sha256, largest = scan_tokens(tokens, index, setting=setting)
+        return {"idx": sha256_file(idx), "bin": sha256, "largest": largest}
 
     found = once(path.with_suffix(""), [idx, tokens], check)
     record = ["megatron", seq_len, found["idx"], found["bin"], tokenizer_sha256]

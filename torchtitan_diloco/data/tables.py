@@ -21,10 +21,13 @@ def table_documents(
 
     Raises UserError naming the file when it cannot be read or has no such column of text.
     """
+    row = 0
     try:
         if path.suffix == ".parquet":
             parquet = pq.ParquetFile(file)
             _check(parquet.schema_arrow, path, text_key, setting)
+            if part is not None:  # rows are counted from the begin of the file
+                row = sum(parquet.metadata.row_group(i).num_rows for i in range(part[0]))
             groups = None if part is None else list(range(*part))
             batches = parquet.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[text_key])
         else:
@@ -32,11 +35,30 @@ def table_documents(
             _check(reader.schema, path, text_key, setting)
             batches = iter(reader)
         for batch in batches:
-            for text in batch.column(batch.schema.get_field_index(text_key)).to_pylist():
-                if text and text.strip():
+            column = batch.column(batch.schema.get_field_index(text_key))
+            try:
+                texts = column.to_pylist()
+            except UnicodeDecodeError:
+                number = row + next(i for i, value in enumerate(column, 1) if not _is_unicode(value))
+                raise UserError(f"{setting}: {path}, row {number}: not UTF-8 text") from None
+            for text in texts:
+                row += 1
+                if text is None:
+                    raise UserError(
+                        f"{setting}: {path}, row {row}: no text in the column {text_key!r}; leave such rows out"
+                    )
+                if text.strip():
                     yield text
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{setting}: {path} is damaged ({error})") from error
+
+
+def _is_unicode(value: pa.Scalar) -> bool:
+    try:
+        value.as_py()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _check(schema: pa.Schema, path: Path, text_key: str, setting: str) -> None:
@@ -63,7 +85,7 @@ def datasets_files(folder: Path, setting: str) -> list[Path]:
     state = folder / "state.json"
     try:
         files = [folder / str(entry["filename"]) for entry in json.loads(state.read_text())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{setting}: {folder} is not a file, nor a folder of Hugging Face datasets (state.json: {error}); give files, "
             "or what Dataset.save_to_disk wrote (of a DatasetDict: one of its sub-folders)"

@@ -4,11 +4,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # Files that TorchTitan's HuggingFaceTokenizer takes a vocabulary from; the first one alone if it is there.
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -34,12 +38,27 @@ def tokenizer_sha256(folder: Path, *, setting: str = "model.hf_assets_path") -> 
         raise UserError(
             f"{setting}: cannot read the tokenizer in {folder}: {error.strerror or error}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{setting}: {config_file} is not JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{setting}: {config_file} is not a JSON object")
     special = {key: config[key] for key in (*SPECIAL_KEYS, "added_tokens_decoder") if config.get(key)}
     return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()
+
+
+def load_tokenizer(file: Path, setting: str) -> "Tokenizer":
+    """That of a ``tokenizer.json``. Raises UserError naming ``setting`` when it is damaged or without entries."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
+        raise UserError(
+            f"{setting}: the tokenizer {file} cannot be loaded ({error}); copy it again or give another"
+        ) from error
+    if not tokenizer.get_vocab_size():
+        raise UserError(f"{setting}: the tokenizer {file} has no entries; copy it again or give another")
+    return tokenizer
 
 
 class CorpusTokenizer:

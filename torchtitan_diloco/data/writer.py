@@ -19,6 +19,8 @@ from torchtitan_diloco.data.packing import Block
 
 BLOCK_BYTES = 4 << 20
 """Size of a record batch, thus memory of the writer."""
+MAX_SEQ_LEN = (1 << 31) - 2
+"""Arrow counts the tokens of a row, one more than seq_len, in 32 bits."""
 SHARD_BYTES = 1 << 30
 """Size after which the next file begins."""
 

@@ -1,14 +1,16 @@
 """The run folder: writable or refused in one sentence, locked, never half-written, moved aside whole."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from torchtitan_diloco.cli.local import folder as folder_module
-from torchtitan_diloco.cli.local.earlier import require_same_data
+from torchtitan_diloco.cli.local.earlier import Plan, decide, require_same_data
 from torchtitan_diloco.cli.local.folder import DataIdentity, RunFolder, run_record, write_atomically
+from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.errors import UserError
 
 
@@ -149,3 +151,38 @@ def test_a_checkpoint_or_a_step_is_training(tmp_path: Path) -> None:
     (island / "saves" / "step-5").rmdir()
     (island / "events.jsonl").write_text('{"t": 1, "event": "inner", "step": 1, "incarnation": "i"}\n')
     assert begun()
+
+
+@pytest.mark.parametrize(
+    ("states", "islands", "steps", "answer"),
+    [
+        (("done", "done"), 3, 10, Plan.ASIDE),
+        (("done", "done"), 1, 10, Plan.ASIDE),
+        (("done", "done"), 2, 20, Plan.CONTINUE),
+        (("done", "done"), 1, 20, "holds a finished run with other settings"),
+        (("done", "resume"), 1, 10, "holds an unfinished run with other settings"),
+        (("done", "resume"), 3, 20, "holds an unfinished run with other settings"),
+    ],
+)
+def test_whether_a_run_is_finished_is_told_by_its_own_number_of_islands(
+    tmp_path: Path, states: tuple[str, ...], islands: int, steps: int, answer: Plan | str
+) -> None:
+    def config(number: int, steps: int) -> str:
+        return (
+            f"[model]\nname = 'llama3'\nflavor = 'debugmodel'\n[training]\nsteps = {steps}\n"
+            f"[semi_sync]\nnum_islands = {number}\n"
+        )
+
+    folder = RunFolder(tmp_path / "run")
+    record = run_record(name="n", config_text="", data=DataIdentity(), ranks=[1], earlier=None, now=0.0)
+    folder.write(config(2, 10), record)
+    for island, state in enumerate(states):
+        (folder.path / f"island-{island}" / "saves" / "step-5").mkdir(parents=True)
+        (folder.path / f"island-{island}" / "state.json").write_text(json.dumps({"state": state}))
+    (tmp_path / "now.toml").write_text(config(islands, steps))
+    asked = load_config(tmp_path / "now.toml").config
+    if isinstance(answer, Plan):
+        assert decide(folder, asked, fresh=False).plan is answer
+    else:
+        with pytest.raises(UserError, match=rf"{answer} \(semi_sync.num_islands was 2, is {islands}"):
+            decide(folder, asked, fresh=False)

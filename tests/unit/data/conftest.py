@@ -52,3 +52,11 @@ def text_file(tmp_path: Path) -> Path:
     file = tmp_path / "input.txt"
     file.write_text("\n\n".join(numbered_documents(300)) + "\n")
     return file
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where it is remembered which files were read whole."""
+    folder = tmp_path_factory.mktemp("cache") / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder

@@ -1,11 +1,15 @@
 """``torchtitan-diloco data``."""
 
+import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from torchtitan_diloco.cli import dispatch
-from torchtitan_diloco.data.prepare import load_manifest
+from torchtitan_diloco.data import writer
+from torchtitan_diloco.data.prepare import load_manifest, prepare
 
 
 def test_prepare_verify_and_inspect(
@@ -45,3 +49,81 @@ def test_messages_name_the_flags_and_the_exit_code_is_2(
         dispatch(["data", "prepare", "--input", "x"])
     assert stop.value.code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_corpus_that_was_cut_off_is_not_taken_for_whole(
+    text_file: Path, tokenizer_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "corpus"
+    command = [
+        "data",
+        "prepare",
+        "--input",
+        str(text_file),
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--seq-len",
+        "16",
+    ]
+    command += ["--output", str(output)]
+    assert dispatch(command) == 0
+    whole = (output / "data-00000.arrow").read_bytes()
+    (output / "data-00000.arrow").write_bytes(whole[:100])
+    capsys.readouterr()
+    assert dispatch(command) == 2
+    shown = capsys.readouterr()
+    assert "has 100 bytes instead of" in shown.err and "is damaged; remove it" in shown.err and not shown.out
+    (output / "data-00000.arrow").write_bytes(whole)
+    for jobs in ("0", "-3"):
+        assert dispatch([*command, "--jobs", jobs]) == 2
+        assert f"--jobs: must be at least 1, not {jobs}" in capsys.readouterr().err
+
+
+def test_verify_notices_files_that_the_manifest_lacks(
+    text_file: Path,
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 1 << 10)
+    output = tmp_path / "corpus"
+    prepare([text_file], tokenizer_dir, 16, output)
+    manifest = json.loads((output / "manifest.json").read_text())
+    for files, message in (
+        ([], "it names no data files"),
+        (manifest["files"][1:], "sequences, its manifest says"),
+        ([{"name": 5, "bytes": 1, "sha256": ""}], "describes no file"),
+    ):
+        (output / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+        assert dispatch(["data", "verify", str(output)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_preparation_with_a_word_and_nothing_left(
+    text_file: Path,
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    add = writer.CorpusWriter.add
+    monkeypatch.setattr(writer.CorpusWriter, "add", lambda *a: (os.kill(os.getpid(), number), add(*a)))
+    (tmp_path / "out").mkdir()
+    command = [
+        "data",
+        "prepare",
+        "--input",
+        str(text_file),
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--seq-len",
+        "16",
+    ]
+    before = signal.getsignal(signal.SIGTERM)
+    assert dispatch([*command, "--output", str(tmp_path / "out" / "corpus")]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not os.listdir(tmp_path / "out") and signal.getsignal(signal.SIGTERM) is before

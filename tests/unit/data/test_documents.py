@@ -3,6 +3,8 @@
 import gzip
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from torchtitan_diloco.data.documents import DocumentReader
@@ -39,6 +41,7 @@ def test_jsonl_documents_are_one_a_line_and_may_hold_blank_lines(tmp_path: Path)
         ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: no text under the key 'text'"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: no text under the key 'text'"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl:1: JSON that is nested too deeply"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1: no text under the key 'text'"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: text that is not Unicode"),
         ("a.txt.gz", b"plain text", "a.txt.gz:1: damaged gzip file"),
@@ -65,3 +68,24 @@ def test_a_broken_file_is_named_with_its_line(
 def test_a_file_that_cannot_be_opened_names_the_setting(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="--input: cannot read"):
         DocumentReader(tmp_path / name, setting="--input")
+
+
+def test_a_number_that_is_not_the_text_may_be_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "id": ' + "1" * 10_000 + "}\n")
+    assert read(tmp_path / "a.jsonl") == ["one"]
+
+
+@pytest.mark.parametrize("part", [None, (1, 2)])
+@pytest.mark.parametrize(
+    "bad, problem", [(None, "no text in the column 'text'"), (b"\xff", "not UTF-8 text")]
+)
+def test_a_row_of_a_table_without_text_is_named(
+    tmp_path: Path, part: tuple[int, int] | None, bad: bytes | None, problem: str
+) -> None:
+    rows = pa.array([b"one", b"", b"two", bad], pa.binary()).cast(pa.string(), safe=False).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet", row_group_size=2)
+    with (
+        pytest.raises(UserError, match=f"--input: .*a.parquet, row 4: {problem}"),
+        DocumentReader(tmp_path / "a.parquet", setting="--input", part=part) as reader,
+    ):
+        list(reader)

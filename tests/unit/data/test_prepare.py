@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.documents import numbered_documents
+from torchtitan_diloco.data import fits, sources
 from torchtitan_diloco.data import prepare as prepare_module
-from torchtitan_diloco.data import sources
 from torchtitan_diloco.data.corpus import Corpus
 from torchtitan_diloco.data.prepare import ensure_prepared, load_manifest, prepare, verify
 from torchtitan_diloco.errors import UserError
@@ -157,6 +157,39 @@ def test_ensure_prepared_makes_the_corpus_once_and_then_finds_it(
     assert ensure_prepared(path, "", tokenizer_dir, SEQ_LEN) == made
 
 
+@pytest.mark.parametrize(
+    ("kind", "what", "source"),
+    [
+        ("file", "it is a file", "there"),
+        ("dataset", "it is a folder of Hugging Face datasets", "there"),
+        ("dataset dict", "it is a folder of Hugging Face datasets", "there/validation"),
+        ("folder", "the folder holds something else", None),
+    ],
+)
+def test_what_is_no_corpus_is_refused_with_the_command_that_makes_one(
+    tokenizer_dir: Path, tmp_path: Path, kind: str, what: str, source: str | None
+) -> None:
+    path, output = tmp_path / "there", str(tmp_path / "there-prepared") if source else "FOLDER"
+    if kind == "file":
+        path.write_text("w2 w3")
+    else:
+        path.mkdir()
+        name = {"dataset": "state.json", "dataset dict": "dataset_dict.json"}.get(kind, "notes.txt")
+        (path / name).write_text('{"splits": ["validation"]}')
+    taken = str(tmp_path / source) if source else "FILE"
+    for prepare_from in ("", str(tmp_path / "input.txt")):
+        with pytest.raises(UserError) as caught:
+            ensure_prepared(path, prepare_from, tokenizer_dir, SEQ_LEN)
+        assert str(caught.value) == (
+            f"data.sources.path: no prepared corpus at {path}: {what}; run `torchtitan-diloco data prepare --input {taken} "
+            f"--tokenizer {tokenizer_dir} --seq-len 16 --output {output}`, and give {output}"
+        )
+    with pytest.raises(
+        UserError, match=f"{what}; run .* --tokenizer TOKENIZER --seq-len N --output {output}"
+    ):
+        load_manifest(path)
+
+
 def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
     corpus_dir: Path, text_file: Path, tokenizer_dir: Path, make_tokenizer: Callable[..., Path]
 ) -> None:
@@ -171,6 +204,36 @@ def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
     text_file.write_text("w2 w3")
     with pytest.raises(UserError, match=r"not from .*input\.txt as it is now"):
         ensure_prepared(corpus_dir, str(text_file), tokenizer_dir, SEQ_LEN)
+
+
+def test_a_corpus_prepared_from_a_datasets_folder_is_found_again(tokenizer_dir: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    source, path = tmp_path / "hf", tmp_path / "corpus"
+    Dataset.from_dict({"text": numbered_documents(50)}).save_to_disk(source, num_shards=2)
+    made = ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN)
+    assert ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN) == made
+    shutil.rmtree(tmp_path / "hf")
+    assert ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN) == made
+    with pytest.raises(UserError, match=r"hf/data-.*, not from .*other as it is now"):
+        ensure_prepared(path, str(tmp_path / "other"), tokenizer_dir, SEQ_LEN)
+    Dataset.from_dict({"text": numbered_documents(49)}).save_to_disk(source, num_shards=2)
+    with pytest.raises(UserError, match=r"not from .*hf as it is now"):
+        ensure_prepared(path, str(source), tokenizer_dir, SEQ_LEN)
+
+
+def test_a_source_edited_at_its_size_is_another_and_is_hashed_once(
+    text_file: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN)
+    assert ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN) == made
+    with monkeypatch.context() as patch:
+        patch.setattr(fits, "sha256_file", None)  # calling it would fail
+        assert ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN) == made
+    text_file.write_text(text_file.read_text().replace("w5", "w6", 1))
+    os.utime(text_file, ns=(1, 1))
+    with pytest.raises(UserError, match=r"not from .*input\.txt as it is now"):
+        ensure_prepared(tmp_path / "corpus", str(text_file), tokenizer_dir, SEQ_LEN)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +267,8 @@ def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
         (["small.txt"], "damaged config", 16, r"model\.hf_assets_path: .*tokenizer_config\.json is not JSON"),
         (["small.txt"], "no eos", 16, r"model\.hf_assets_path: .* has no end-of-text token"),
         (["small.txt"], "plain", 0, r"training\.seq_len: must be at least 1"),
+        (["small.txt"], "plain", 10**20, r"training\.seq_len: must be .* at most 2147483646"),
+        (["small.txt"], "plain", 2**31 - 2, r"fewer than one sequence of 2147483646"),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing_behind(

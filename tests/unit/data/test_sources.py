@@ -20,12 +20,6 @@ from torchtitan_diloco.errors import UserError
 SEQ_LEN = 8
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.mark.parametrize("dtype", list(CODES))
 def test_megatron_windows_follow_the_tokens_and_restart_positions_at_documents(
     tmp_path: Path, tokenizer_dir: Path, dtype: str
@@ -86,6 +80,22 @@ def test_a_megatron_corpus_that_does_not_fit_is_refused(
         open_samples(DataSource(path=str(path)), tokenizer_dir, SEQ_LEN)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "cannot be loaded"),
+        ('{"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}', "has no entries"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named_with_a_megatron_corpus(
+    tmp_path: Path, content: str, problem: str
+) -> None:
+    path = write_megatron(tmp_path / "corpus", some_documents())
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=rf"model\.hf_assets_path: .*tokenizer\.json {problem}"):
+        open_samples(DataSource(path=str(path)), tmp_path, SEQ_LEN)
+
+
 def _changed(file: Path, at: int, value: int) -> bytes:
     data = bytearray(file.read_bytes())
     data[at] = value
@@ -99,8 +109,13 @@ def test_commands_show_and_verify_a_megatron_corpus(
     assert dispatch(["data", "inspect", str(path)]) == 0
     assert "2 documents in 3 sequences, 6 tokens (uint16)" in capsys.readouterr().out
     assert dispatch(["data", "verify", str(path)]) == 0
+    assert "largest id 6" in capsys.readouterr().out
     path.write_bytes(b"")
     assert dispatch(["data", "verify", str(path)]) == 2
+    path = write_megatron(tmp_path / "negative", [[[1, -2]]], "int32")
+    capsys.readouterr()
+    assert dispatch(["data", "verify", str(path)]) == 2
+    assert "DIR: " in (shown := capsys.readouterr().err) and "holds negative token ids" in shown
 
 
 # ---- prepared corpora ----------------------------------------------------------------------------------------------
@@ -141,9 +156,9 @@ def test_a_corpus_that_was_damaged_on_its_way_is_refused_on_first_use(
 
 
 def test_without_a_place_to_remember_it_is_checked_every_time(
-    corpus: Path, tokenizer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    corpus: Path, tokenizer_dir: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
+    own_cache.write_text("a file where the folder should be")
     for _ in range(2):
         source_digest(DataSource(path=str(corpus)), tokenizer_dir, SEQ_LEN)
     assert caplog.text.count("cannot remember that") == 2

@@ -29,7 +29,7 @@ class Decision:
 def decide(folder: RunFolder, config: RunConfig, *, fresh: bool) -> Decision:
     """Compare the folder's content with what is asked for; changes nothing.
 
-    Raises UserError where the earlier run is unfinished and settings that must agree with it do not.
+    Raises UserError where the earlier run is unfinished, or has fewer steps, and settings that must agree with it do not.
     """
     if folder.is_empty():
         return Decision(Plan.NEW)
@@ -46,13 +46,16 @@ def decide(folder: RunFolder, config: RunConfig, *, fresh: bool) -> Decision:
             Plan.REPLACE, f"{folder.path} holds a run that ended before its first inner step", earlier
         )
     before = load_config(earlier.config_file).config
-    num_islands = config.semi_sync.num_islands
-    unfinished = earlier.unfinished(num_islands)
+    unfinished = earlier.unfinished(
+        before.semi_sync.num_islands
+    )  # of its own number, not of the one asked for now
     if not unfinished and config.training.steps <= before.training.steps:
         return Decision(
             Plan.ASIDE, f"{folder.path} holds a run that is done at step {before.training.steps}", earlier
         )
-    _require_agreement(before, config, folder)
+    _require_agreement(
+        before, config, f"{folder.path} holds {'an unfinished' if unfinished else 'a finished'} run"
+    )
     if unfinished:
         which = ", ".join(map(str, unfinished))
         return Decision(
@@ -81,7 +84,7 @@ def _short(digests: list[str]) -> str:
     return ", ".join(digest[:10] for digest in digests) or "none"
 
 
-def _require_agreement(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
+def _require_agreement(before: RunConfig, now: RunConfig, holds: str) -> None:
     old, new = agreement(before), agreement(now)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     # Islands must agree on the last step with one another, and do: all of them start again with the new one.
@@ -90,6 +93,6 @@ def _require_agreement(before: RunConfig, now: RunConfig, folder: RunFolder) -> 
     if differing:
         changes = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differing)
         raise UserError(
-            f"{folder.path} holds an unfinished run with other settings ({changes}); set them back, "
+            f"{holds} with other settings ({changes}); set them back, "
             "give --fresh to move it aside, or another --job.name"
         )
