@@ -246,7 +246,7 @@ class GlooTransport(Transport):
         assert self._members is not None
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline and not self._stop.is_set():
-            view = {p.island: p for p in self._members.peers}
+            view = {p.island: p for p in self._members.peers if p.phase != "lost"}
             lost = self._known - self._departed - view.keys()
             late = {i for i, p in view.items() if p.phase != "left" and p.slot < self._slot}
             if not lost | late:
@@ -266,7 +266,7 @@ class GlooTransport(Transport):
             self._outbox.flush(PEER_TIMEOUT_S)
             if reason == "done":
                 self._linger()
-            self._members.close()
+            self._members.close("lost" if reason == "failure" else "left")
         self._left = True
         if self._server is not None:
             self._outbox.close()

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 class Peer:
     """An island as its last quorum request described it.
 
-    phase: "joining" (not a member), "founder" (its state is what others found from) or "ready" (a member).
+    phase: "joining" (not a member), "founder" (its state is what others found from), "ready" (a member), "left" (it may
+    come back one day) or "lost" (something broke there, and it will be back as soon as it can).
     """
 
     island: int
@@ -42,6 +43,10 @@ class Peer:
     @property
     def member(self) -> Member:
         return Member(self.island, self.incarnation)
+
+
+GONE = ("left", "lost")
+"""Phases of islands that have said goodbye."""
 
 
 def newest(peers: list[Peer]) -> list[Peer]:
@@ -137,20 +142,20 @@ class Membership:
         """Whether the current view shows this island in ``phase``."""
         return any(p.member == self._me.member and p.phase == phase for p in self.peers)
 
-    def close(self, linger_s: float = 2.0) -> None:
-        """Show the others, if there are any, that this island is no member any more; then stop.
+    def close(self, phase: str = "left", linger_s: float = 2.0) -> None:
+        """Show the others, if there are any, that this island is no member any more; then stop. phase: one of ``GONE``.
 
         A request still waiting for its quorum is not waited for: its thread ends with the process.
         """
         if self._threads[0].is_alive():
-            self.update(phase="left")
+            self.update(phase=phase)
             with self.changed:
-                self.changed.wait_for(lambda: self.seen_as("left") or self._is_alone(), timeout=linger_s)
+                self.changed.wait_for(lambda: self.seen_as(phase) or self._is_alone(), timeout=linger_s)
         self._stop.set()
         self._kick.set()
 
     def _is_alone(self) -> bool:
-        return all(p.member == self._me.member or p.phase == "left" for p in self.peers)
+        return all(p.member == self._me.member or p.phase in GONE for p in self.peers)
 
     def _heartbeats(self) -> None:
         client = None

@@ -1,10 +1,13 @@
 """The durable trace of an island: ``events.jsonl`` (append-only) and ``state.json`` (how it stands now)."""
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 INCARNATION = "TORCHTITAN_DILOCO_INCARNATION"
 """Environment variable by which a launcher names this start of the island; without it the island makes up a name."""
@@ -51,6 +54,8 @@ class Trace:
         """state: "running", "done", "resume" or "fatal"."""
         if self.folder is None:
             return
+        if state == "resume":  # the exit code is 0, and TorchTitan says that training has completed
+            logger.warning("island %d has not finished and can be resumed: %s", self.island, reason)
         write_json(
             self.folder / "state.json",
             {

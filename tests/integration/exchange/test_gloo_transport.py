@@ -196,12 +196,16 @@ def test_a_peer_that_dies_while_others_wait_for_its_header_is_left_out(lighthous
     leave(a, c)
 
 
+@pytest.mark.parametrize("goodbye", [False, True], ids=["killed", "one of its ranks was"])
 def test_a_finished_island_stays_for_one_that_was_lost_until_it_has_the_final_state(
-    lighthouse: LighthouseConfig,
+    lighthouse: LighthouseConfig, goodbye: bool
 ) -> None:
     a, b = founded(lighthouse, 2)
-    b.crash()
-    time.sleep(2.0)  # past the heartbeat time-out
+    if goodbye:
+        b.transport.leave("failure")
+    else:
+        b.crash()
+        time.sleep(2.0)  # past the heartbeat time-out
     a.offer(1.0)
     assert a.settle().participants == (0,)
     with ThreadPoolExecutor(1) as pool:
