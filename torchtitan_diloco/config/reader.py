@@ -101,7 +101,10 @@ class Reader:
             self.layer.put(key, self.tables(table, value, here), self.at(here))
         else:
             try:
-                self.layer.put(key, check_value(keys()[key], value), self.at(here))
+                checked = check_value(keys()[key], value)
+                # v0.2's default of lists that may be absent: one meaning, or rules, islands and trainers would differ.
+                absent = keys()[key].optional and checked == []
+                self.layer.put(key, None if absent else checked, self.at(here))
             except WrongValue as e:
                 self.problem(here, str(e))
 

@@ -104,12 +104,12 @@ RULES: tuple[Rule, ...] = (
     *(_lockstep_rule(key, anyway) for key, anyway in _MEANINGLESS_IN_LOCKSTEP.items()),
     _rule(
         "semi_sync.fragments semi_sync.sync_every semi_sync.module_fqns_per_fragment",
-        lambda fragments, every, lists: lists is not None or fragments <= every,
+        lambda fragments, every, lists: bool(lists) or fragments <= every,
         "({0} fragments) must be at most semi_sync.sync_every ({1}), in which each is sent once",
     ),
     _rule(
         "semi_sync.module_fqns_per_fragment semi_sync.sync_every",
-        lambda lists, every: lists is None or len(lists) <= every,
+        lambda lists, every: len(lists or ()) <= every,
         "has more lists than semi_sync.sync_every ({1}), in which each fragment is sent once",
     ),
     _rule(
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "island.own_sync_every semi_sync.fragments semi_sync.module_fqns_per_fragment",
-        lambda own, fragments, lists: own is None or own >= (fragments if lists is None else len(lists)),
+        lambda own, fragments, lists: own is None or own >= (len(lists) if lists else fragments),
         "({0}) must be at least the number of fragments, each of which is sent once in it: raise it or lower "
         "semi_sync.fragments",
     ),

@@ -121,6 +121,16 @@ def test_an_integer_will_do_for_a_number(tmp_path: Path) -> None:
     assert (lr, type(lr)) == (1.0, float)
 
 
+@pytest.mark.parametrize("method", ["diloco", "sync"])
+def test_an_empty_list_of_fragments_is_none_at_all(tmp_path: Path, method: str) -> None:
+    """v0.2's default; rules, islands that compare settings and the partition must see one thing."""
+    text = f'[semi_sync]\nmethod = "{method}"\nmodule_fqns_per_fragment = []'
+    assert load(tmp_path, text).config.semi_sync.module_fqns_per_fragment is None
+    config = RunConfig()
+    config.semi_sync.fragments, config.semi_sync.module_fqns_per_fragment = 200, []
+    assert [involved[0] for involved, _ in broken_relations(config)] == ["semi_sync.fragments"]
+
+
 def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "w.toml"
     file.write_bytes(b"\xef\xbb\xbf[training]\r\n\r\nsteps = 5\r\n")

@@ -33,6 +33,10 @@ ONE_MISTAKE = {
         "[semi_sync]\nfragments = 9\nsync_every = 8",
         "FILE:2: semi_sync.fragments: (9 fragments) must be at most semi_sync.sync_every (8), in which each is sent once",
     ),
+    "more fragments than steps beside an empty list of lists": (
+        "[semi_sync]\nmodule_fqns_per_fragment = []\nfragments = 200\nsync_every = 4",
+        "FILE:3: semi_sync.fragments: (200 fragments) must be at most semi_sync.sync_every (4)",
+    ),
     "overlap as long as the window": (
         "[semi_sync]\nsync_every = 8\noverlap = 8",
         "FILE:3: semi_sync.overlap: (8) must be less than semi_sync.sync_every (8): a fragment is applied before it is sent "
