@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_diloco.config.deferred import Deferred
 from torchtitan_diloco.config.fields import kinds, put
 from torchtitan_diloco.config.layers import Layer, Where
 from torchtitan_diloco.config.problems import Problems
@@ -25,6 +26,7 @@ class Island:
     where: Where | None
     """Where the table begins."""
     notes: list[str] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
 
     def world(self) -> int | None:
         """Processes of the island; None where the table does not say."""
@@ -54,7 +56,7 @@ def read_islands(
         values = reader.fields(IslandTable, own, root)
         if values is not None:
             table = IslandTable(**values, settings=layer.values)
-            found.append(Island(table, layer, reader.at(root), reader.notes))
+            found.append(Island(table, layer, reader.at(root), reader.notes, reader.deferred))
     _check(problems, found)
     return found
 

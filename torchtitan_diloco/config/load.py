@@ -1,7 +1,6 @@
 """Reads a TOML file and command-line overrides into a `RunConfig`, or says everything that is wrong with them."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,20 +9,20 @@ from typing import Any
 
 import tomli
 
-from torchtitan_diloco.config.agreement import agreement
+from torchtitan_diloco.config.agreement import agreement, lockstep_differences
+from torchtitan_diloco.config.deferred import Deferred
 from torchtitan_diloco.config.dump import to_toml
 from torchtitan_diloco.config.fault_tolerance import SECTION, read_fault_tolerance
-from torchtitan_diloco.config.fields import get, items, keys
+from torchtitan_diloco.config.fields import items, keys
 from torchtitan_diloco.config.islands import KEY, Island, read_islands
 from torchtitan_diloco.config.layers import Layer, combine, origin, place
 from torchtitan_diloco.config.notes import notes
 from torchtitan_diloco.config.overrides import parse_overrides, take_config_file
 from torchtitan_diloco.config.problems import COMMAND_LINE, ConfigError, Problems
 from torchtitan_diloco.config.reader import Reader
-from torchtitan_diloco.config.retired import RETIRED, SAME_AS
 from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
-from torchtitan_diloco.config.shared import OWN_KEY, must_agree_in_lockstep
+from torchtitan_diloco.config.shared import OWN_KEY
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
 from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
@@ -95,7 +94,7 @@ class _Loader:
         self.islands: list[Island] = []
         self.picked: Island | None = None
         """The island that the command line names."""
-        self.same_as: list[tuple[str, Any, int | str | None]] = []
+        self.deferred: list[Deferred] = []
         self.notes: list[str] = []
 
     def layers(self, island: Island | None) -> list[Layer]:
@@ -123,23 +122,16 @@ class _Loader:
             document = tomli.loads(text)
             lines = key_lines(text)
         except (ValueError, RecursionError) as e:
-            self.syntax_error(text, e)
+            self.problems.add_syntax_error(text, e)
             return
         self.read = True
         reader = Reader(self.problems, self.written, lines)
         reader.read({name: value for name, value in document.items() if name not in (KEY, SECTION)})
         if SECTION in document:
             read_fault_tolerance(reader, document[SECTION])
-        self.same_as, self.notes = reader.same_as, reader.notes
+        self.deferred, self.notes = reader.deferred, reader.notes
         if KEY in document:
             self.add_islands(document[KEY], lines)
-
-    def syntax_error(self, text: str, error: Exception) -> None:
-        at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-        line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else None
-        column = f" (column {at[2]})" if at and at[2] else ""
-        what = str(error)[: at.start()] if at else str(error)
-        self.problems.add(line, "", f"is not valid TOML: {what}{column}")
 
     def add_islands(self, written: Any, lines: dict[KeyPath, int], otherwise: str | None = None) -> None:
         self.islands = read_islands(self.problems, written, lines, otherwise)
@@ -173,6 +165,7 @@ class _Loader:
             else:
                 # What a parser of text returns has passed the check; None cannot pass it a second time.
                 reader.value(override.key, path, "none" if value is None else value)
+        self.notes += reader.notes
 
     # ---- islands and base
 
@@ -264,6 +257,10 @@ class _Loader:
         for (key, where, message), ids in found.items():
             some = f" (island {', '.join(map(str, ids))})" if len(ids) < len(self.islands) else ""
             self.problems.add(where, key, message + some)
+        told = {(key, where) for key, where, _ in found}
+        for old in (*self.deferred, *(old for island in self.islands for old in island.deferred)):
+            if (old.key, old.where) not in told and old.note():
+                self.notes.append(old.note())
         self.check_lockstep()
 
     def check_lockstep(self) -> None:
@@ -274,16 +271,16 @@ class _Loader:
         base = self.config(self.layers(first))
         for island in others:
             layers = self.layers(island)
-            view = self.config(layers)
-            pairs = [(key, get(view, key), get(base, key)) for key in keys() if must_agree_in_lockstep(key)]
-            for key, here, there in [*pairs, (WORLD, island.world(), first.world())]:
-                if here != there:
-                    self.problems.add(
-                        island.where if key == WORLD else place(key, layers[1:]),
-                        key,
-                        f"({here} on island {island.table.id}, {there} on island {first.table.id}) must be the same on all "
-                        'islands with semi_sync.method = "sync"',
-                    )
+            differing = [*lockstep_differences(self.config(layers), base)]
+            if island.world() != first.world():
+                differing.append((WORLD, island.world(), first.world()))
+            for key, here, there in differing:
+                self.problems.add(
+                    island.where if key == WORLD else place(key, layers[1:]),
+                    key,
+                    f"({here} on island {island.table.id}, {there} on island {first.table.id}) must be the same on all "
+                    'islands with semi_sync.method = "sync"',
+                )
 
     def broken(self, island: Island | None) -> Iterator[tuple[str, int | str | None, str]]:
         layers = self.layers(island)
@@ -299,10 +296,10 @@ class _Loader:
                     island.where if key == WORLD and island else place(key, layers[1:]) for key in involved
                 )
                 yield involved[0], next((p for p in places if p is not None), None), message
-        for key, value, where in self.same_as:
-            used = get(config, SAME_AS[key])
-            if type(value) is not type(used) or value != used:
-                yield key, where, f"gone in TorchTitan 0.3: {RETIRED[key]} ({used})"
+        for old in (*self.deferred, *(island.deferred if island else ())):
+            message = old.problem(config, bad)
+            if message:
+                yield old.key, old.where, message
 
     def bad(self, layers: Sequence[Layer]) -> set[str]:
         return {key for layer in layers for key in layer.bad}

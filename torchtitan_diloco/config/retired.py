@@ -59,6 +59,18 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Retired keys with values that say what happens anyway, as v0.2.2's own examples do: accepted with a note."""
 
+OLD_VALUES: dict[str, tuple[str, ...]] = {
+    "quantize.linear.float8.recipe_name": ("tensorwise",),
+    "quantize.grouped_mm.mx.recipe_name": ("mxfp8",),
+}
+"""Key of today -> values that only v0.2 has, which are no mistake in a table that nothing switches on."""
+
+RENAMED_MODULES = {"output": "lm_head"}
+"""v0.2's name of a module -> TorchTitan 0.3's."""
+
+NAME_MODULES = ("quantize.linear.float8.filter_fqns", "parallelism.module_fqns_per_model_part")
+"""Keys of v0.2 in whose lists modules are renamed, with a note."""
+
 SAME_AS: dict[str, str] = {
     "validation.local_batch_size": "training.local_batch_size",
     "validation.seq_len": "training.seq_len",

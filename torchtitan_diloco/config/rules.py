@@ -203,11 +203,6 @@ RULES: tuple[Rule, ...] = (
         'needs compile.enable = true and "model" in compile.components',
     ),
     _rule(
-        "quantize.linear.float8.filter_fqns",
-        lambda names: "output" not in names,
-        'holds "output", which TorchTitan 0.3 calls "lm_head"',
-    ),
-    _rule(
         "quantize.linear.float8.emulate model.converters compile.enable compile.components",
         lambda emulate, used, *compiled: (
             not emulate or "quantize.linear.float8" not in used or not _compiled(*compiled)
