@@ -7,8 +7,9 @@ from typing import Any
 from torchtitan_diloco.config.deferred import Deferred
 from torchtitan_diloco.config.fields import kinds, put
 from torchtitan_diloco.config.layers import Layer, Where
+from torchtitan_diloco.config.names import unknown_item_key
 from torchtitan_diloco.config.problems import Problems
-from torchtitan_diloco.config.reader import Reader
+from torchtitan_diloco.config.reader import Reader, dotted
 from torchtitan_diloco.config.schema import IslandTable, RunConfig
 from torchtitan_diloco.config.shared import OWN_KEY, why_shared
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
@@ -52,13 +53,25 @@ def read_islands(
             reader.problem(root, f"must be a table, written [[islands]], got {describe(entry)}")
             continue
         own = {name: value for name, value in entry.items() if name in kinds(IslandTable)}
-        reader.read({name: value for name, value in entry.items() if name not in own})
+        typos = {name: _meant(name, value, root) for name, value in entry.items() if name not in own}
+        for name, message in typos.items():
+            if message:
+                reader.problem((*root, name), message)
+        reader.read({name: entry[name] for name, message in typos.items() if not message})
         values = reader.fields(IslandTable, own, root)
         if values is not None:
             table = IslandTable(**values, settings=layer.values)
             found.append(Island(table, layer, reader.at(root), reader.notes, reader.deferred))
     _check(problems, found)
     return found
+
+
+def _meant(name: str, value: Any, root: KeyPath) -> str:
+    """What to say of a key that is near one of the table's own, which are more likely meant than the run's."""
+    if name in kinds(RunConfig) or isinstance(value, dict):
+        return ""
+    message = unknown_item_key(name, dotted(root), IslandTable)
+    return message if "did you mean" in message else ""
 
 
 def for_island(config: RunConfig, number: int) -> RunConfig:

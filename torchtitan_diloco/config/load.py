@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from torchtitan_diloco.config.dump import to_toml
 from torchtitan_diloco.config.fault_tolerance import SECTION, read_fault_tolerance
 from torchtitan_diloco.config.fields import items, keys
 from torchtitan_diloco.config.islands import KEY, Island, read_islands
-from torchtitan_diloco.config.layers import Layer, combine, origin, place
+from torchtitan_diloco.config.layers import Layer, Where, combine, origin, place
 from torchtitan_diloco.config.notes import notes
 from torchtitan_diloco.config.overrides import parse_overrides, take_config_file
 from torchtitan_diloco.config.problems import COMMAND_LINE, ConfigError, Problems
 from torchtitan_diloco.config.reader import Reader
+from torchtitan_diloco.config.resolved import Resolved
 from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.shared import OWN_KEY
@@ -27,35 +27,11 @@ from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
 from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
 from torchtitan_diloco.config.values import WrongValue, parse_text
-from torchtitan_diloco.errors import UserError
 
 __all__ = ["ConfigError", "Resolved", "agreement", "load_config", "take_config_file", "to_toml"]
 
 _ID, _COUNT = "island.id", "semi_sync.num_islands"
 _SOURCES, _SHARED = "data.sources", "data.shared"
-
-
-@dataclass(slots=True)
-class Resolved:
-    """A configuration with where each value comes from."""
-
-    config: RunConfig
-    """Of the island that the command line names; of the run as a whole where there are [[islands]] and it names none."""
-    origins: dict[str, str]
-    """Dotted key -> "default", "base NAME", "FILE:LINE" or "command line"; for every key."""
-    path: Path
-    """The file as given."""
-    notes: list[str]
-    """What is worth knowing and not wrong."""
-
-    def one_island(self) -> "Resolved":
-        """This, if it is the configuration of one island. Raises UserError where [[islands]] leave open of which."""
-        if self.config.islands and self.origins[_ID] != COMMAND_LINE:
-            ids = ", ".join(str(table.id) for table in self.config.islands)
-            raise UserError(
-                f"{_ID}: {self.path} has [[islands]]; say which one this is: --{_ID} N (there are {ids})"
-            )
-        return self
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
@@ -95,6 +71,7 @@ class _Loader:
         self.picked: Island | None = None
         """The island that the command line names."""
         self.deferred: list[Deferred] = []
+        self.renamed: dict[str, str] = {}
         self.notes: list[str] = []
 
     def layers(self, island: Island | None) -> list[Layer]:
@@ -129,7 +106,7 @@ class _Loader:
         reader.read({name: value for name, value in document.items() if name not in (KEY, SECTION)})
         if SECTION in document:
             read_fault_tolerance(reader, document[SECTION])
-        self.deferred, self.notes = reader.deferred, reader.notes
+        self.deferred, self.renamed, self.notes = reader.deferred, reader.renamed, reader.notes
         if KEY in document:
             self.add_islands(document[KEY], lines)
 
@@ -287,7 +264,8 @@ class _Loader:
         config, bad = self.config(layers), self.bad(layers)
         for key, message in broken_ranges(config):
             if key not in bad:
-                yield key, place(key, layers[1:]), message
+                where = place(key, layers[1:])
+                yield self.named(key, where, island), where, message
         if not self.read:
             return
         for involved, message in broken_relations(config, island.world() if island else None):
@@ -295,11 +273,20 @@ class _Loader:
                 places = (
                     island.where if key == WORLD and island else place(key, layers[1:]) for key in involved
                 )
-                yield involved[0], next((p for p in places if p is not None), None), message
+                where = next((p for p in places if p is not None), None)
+                yield self.named(involved[0], where, island), where, message
         for old in (*self.deferred, *(island.deferred if island else ())):
             message = old.problem(config, bad)
             if message:
                 yield old.key, old.where, message
+
+    def named(self, key: str, where: Where | None, island: Island | None) -> str:
+        """The key as it is written there: an island's own number of steps, a setting under its old name."""
+        for written, own in OWN_KEY.items():
+            if island and key == own and key in island.layer.values:
+                return f"{KEY}[{self.islands.index(island)}].{written}"
+        old = self.renamed.get(key) if where == self.written.where.get(key) else None
+        return f"{key}, written as {old}" if old else key
 
     def bad(self, layers: Sequence[Layer]) -> set[str]:
         return {key for layer in layers for key in layer.bad}

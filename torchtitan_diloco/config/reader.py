@@ -130,12 +130,17 @@ class Reader:
         entries = []
         for i, entry in enumerate(value):
             here = (*path, i)
-            if not isinstance(entry, dict):
+            values = None
+            if isinstance(entry, dict):
+                values = self.fields(table, entry, here)
+            else:
                 self.problem(here, f"must be a table, written [[{key}]], got {describe(entry)}")
-                continue
-            values = self.fields(table, entry, here)
-            if values is not None:
-                entries.append(table(**values))
+            if values is None:
+                # Something must stand in its place, or those after it would be called by its number.
+                values = dict.fromkeys(required(table), "")
+                inside = here[len(self.root) :]
+                self.layer.bad |= {dotted(inside[:-1]), *(dotted((*inside, name)) for name in values)}
+            entries.append(table(**values))
         return entries
 
     def fields(self, table: type, written: dict[str, Any], path: KeyPath) -> dict[str, Any] | None:

@@ -34,6 +34,10 @@ RETIRED: dict[str, str] = {
     "memory_estimation.enable": "remove the table; TorchTitan 0.3 has no memory estimation",
     "memory_estimation.disable_fake_mode": "remove the table; TorchTitan 0.3 has no memory estimation",
     "experimental": f"remove the table; {_METHODS}",
+    **{
+        f"experimental.{name}": f"it is in [parallelism] now; write parallelism.{name}"
+        for name in ("pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel")
+    },
     "experimental.custom_import": f"remove it; {_METHODS}",
     "experimental.custom_args_module": f"remove it; {_METHODS}",
 }

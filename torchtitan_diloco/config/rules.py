@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_diloco.config.fields import get
-from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges, shards
+from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.table_rules import broken_tables
 from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
 __all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
@@ -148,11 +149,6 @@ RULES: tuple[Rule, ...] = (
         "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
     ),
     _rule(
-        "data.sources data.shards",
-        lambda sources, count: all(max(shards(source.present), default=0) < count for source in sources),
-        "present must name shards below data.shards ({1}), into which every source is cut: from 0 on",
-    ),
-    _rule(
         "lr_scheduler.total_steps training.steps",
         lambda total, steps: total is None or total >= steps,
         "({0}) is less than training.steps ({1}): the learning rate would fall below its end value after step {0}; "
@@ -277,3 +273,6 @@ def broken_relations(config: RunConfig, world: int | None = None) -> Iterator[tu
         values = [world if key == WORLD else get(config, key) for key in rule.keys]
         if not rule.holds(*values):
             yield rule.keys, rule.broken.format(*values)
+    for involved, message in broken_tables(config):
+        if not outside.intersection(involved):
+            yield involved, message

@@ -151,7 +151,22 @@ WRONG = {
     ),
     "a negative id": ("[[islands]]\nid = -1", "FILE:2: islands[0].id: must be at least 0, got -1"),
     "no ranks": ("[[islands]]\nid = 0\nranks = 0", "FILE:3: islands[0].ranks: must be at least 1, got 0"),
-    "a typo in the table": ("[[islands]]\nid = 0\nrank = 1", "FILE:3: islands[0].rank: unknown key"),
+    "a typo in the table": (
+        "[[islands]]\nid = 0\nrank = 1",
+        "FILE:3: islands[0].rank: unknown key; did you mean islands[0].ranks?",
+    ),
+    "another typo": (
+        "[[islands]]\nid = 0\nnode = 1",
+        "FILE:3: islands[0].node: unknown key; did you mean islands[0].nodes?",
+    ),
+    "letters the other way round": (
+        "[[islands]]\nid = 0\nnmae = 'x'",
+        "FILE:3: islands[0].nmae: unknown key; did you mean islands[0].name?",
+    ),
+    "a setting of a section": (
+        "[[islands]]\nid = 0\nsync_every = 3",
+        "FILE:3: islands[0].sync_every: unknown key; did you mean semi_sync.sync_every?",
+    ),
     "a typo in a setting": (
         "[[islands]]\nid = 0\n[islands.training]\nlocal_batch_sice = 1",
         "FILE:4: islands[0].training.local_batch_sice: unknown key; did you mean training.local_batch_size?",
@@ -179,16 +194,17 @@ WRONG = {
     "a value among the tables": ("islands = [3]", "FILE:1: islands[0]: must be a table, written [[islands]]"),
     "fewer steps than fragments": (
         "[semi_sync]\nfragments = 4\n[[islands]]\nid = 0\nsemi_sync.sync_every = 3",
-        "FILE:5: island.own_sync_every: (3) must be at least the number of fragments, each of which is sent once in it: "
-        "raise it or lower semi_sync.fragments",
+        "FILE:5: islands[0].semi_sync.sync_every: (3) must be at least the number of fragments, each of which is sent once "
+        "in it: raise it or lower semi_sync.fragments",
     ),
     "an overlap as long as its steps": (
         "[semi_sync]\noverlap = 3\n[[islands]]\nid = 0\nsemi_sync.sync_every = 3",
-        "FILE:5: island.own_sync_every: (3) must be more than semi_sync.overlap (3): a fragment is applied before it is sent",
+        "FILE:5: islands[0].semi_sync.sync_every: (3) must be more than semi_sync.overlap (3): a fragment is applied "
+        "before it is sent",
     ),
     "no steps": (
         "[[islands]]\nid = 0\nsemi_sync.sync_every = 0",
-        "FILE:3: island.own_sync_every: must be at least 1, got 0",
+        "FILE:3: islands[0].semi_sync.sync_every: must be at least 1, got 0",
     ),
     "its steps under another name": (
         "[[islands]]\nid = 0\nisland.own_sync_every = 5",

@@ -162,7 +162,11 @@ ONE_MISTAKE = {
     ),
     "shards beyond the last": (
         '[data]\nshards = 32\n[[data.sources]]\npath = "p"\npresent = "0-32"',
-        "FILE:3: data.sources: present must name shards below data.shards (32)",
+        'FILE:5: data.sources[0].present: ("0-32") names shard 32, and data.shards = 32 are numbered from 0 to 31',
+    ),
+    "a group of nobody, under its old name": (
+        "[fault_tolerance]\nenable = true\ngroup_size = 0",
+        "FILE:3: semi_sync.num_islands, written as fault_tolerance.group_size: must be at least 1, got 0",
     ),
     "empty name of a registry": (
         '[transport]\nkind = " "',
@@ -212,6 +216,25 @@ ONE_MISTAKE = {
     "unfinished string": ('[training]\ndataset = """x\n\n', "FILE:4: is not valid TOML: Unterminated string"),
     "line break in a key": ('[training]\n"a\\nb" = 1', "FILE:2: training.a\\nb: unknown key"),
 }
+
+
+def test_sources_after_one_without_a_path_keep_their_numbers_and_lines(tmp_path: Path) -> None:
+    text = '[[data.sources]]\nweight = 2\n[[data.sources]]\npath = "a"\npresent = "x"\n[data]\nshards = 1\n'
+    assert [p.partition(": must")[0] for p in problems(tmp_path, text)] == [
+        "FILE:1: data.sources[0].path: is missing",
+        "FILE:5: data.sources[1].present",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel"]
+)
+def test_fr_22_settings_that_were_experimental_are_found_in_parallelism(tmp_path: Path, name: str) -> None:
+    (found,) = problems(tmp_path, f"[experimental]\n{name} = 2\n")
+    assert found.startswith(
+        f"FILE:2: experimental.{name}: gone in TorchTitan 0.3: it is in [parallelism] now"
+    )
+    assert found.endswith(f"write parallelism.{name}")
 
 
 @pytest.mark.parametrize(("text", "expected"), ONE_MISTAKE.values(), ids=ONE_MISTAKE.keys())
