@@ -169,6 +169,12 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
             "data.sources",
             [DataSource(path="a", weight=2.0)],
         ),
+        (
+            ["--model.converters", "quantize.linear.float8, quantize.grouped_mm.mx"],
+            "model.converters",
+            ["quantize.linear.float8", "quantize.grouped_mm.mx"],
+        ),
+        (["--model.converters="], "model.converters", []),
         (["--job.description=--x"], "job.description", "--x"),
         (["--job.description", ""], "job.description", ""),
     ],
