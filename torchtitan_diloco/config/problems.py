@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_diloco.errors import UserError
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
@@ -34,7 +34,7 @@ class Problems:
         else:
             prefix, order = self.file, 0
         text = f"{prefix}: {key}: {message}" if key else f"{prefix}: {message}"
-        text = _CONTROL.sub(
+        text = CONTROL.sub(
             lambda m: repr(m[0])[1:-1], text
         )  # one problem is one line, whatever the file holds
         self.found.append((where == COMMAND_LINE, order, text))

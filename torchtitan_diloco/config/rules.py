@@ -8,6 +8,7 @@ from torchtitan_diloco.config.fields import get
 from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.config.table_rules import broken_tables
+from torchtitan_diloco.config.upstream_names import DATASETS, is_dataset
 from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
 __all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
@@ -147,6 +148,23 @@ RULES: tuple[Rule, ...] = (
         "island.own_sync_every semi_sync.overlap",
         lambda own, overlap: own is None or overlap < own,
         "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
+    ),
+    _rule(
+        "data.shards semi_sync.num_islands data.sources",
+        lambda count, islands, sources: not sources or count >= islands,
+        "({0}) must be at least semi_sync.num_islands ({1}), which share them out",
+    ),
+    *(
+        _rule(
+            f"{section}.dataset {used} job.base",
+            # A base may have a loader of its own, which is asked for with no name.
+            lambda name, used, base, needed=needed: used != needed or is_dataset(name) or (base and not name),
+            '("{0}") is no data set of TorchTitan 0.3, which has ' + f"{', '.join(DATASETS)}; {remedy}",
+        )
+        for section, used, needed, remedy in (
+            ("training", "data.sources", [], "prepare your own as [[data.sources]]"),
+            ("validation", "validation.enable", True, "use one of them or switch validation off"),
+        )
     ),
     _rule(
         "lr_scheduler.total_steps training.steps",

@@ -144,6 +144,10 @@ WRONG = {
         "[[islands]]\nid = 0\n[[islands]]\nid = 0",
         "FILE:4: islands[1].id: (0) is already that of islands[0]; give each island its own",
     ),
+    "a name twice": (
+        "[[islands]]\nid = 0\nname = 'a'\n[[islands]]\nid = 1\nname = 'a'",
+        'FILE:6: islands[1].name: ("a") is already that of islands[0]',
+    ),
     "no id": ("[[islands]]\nname = 'a'", "FILE:1: islands[0].id: is missing"),
     "an id beyond the tables": (
         "[[islands]]\nid = 7",

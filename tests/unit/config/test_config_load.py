@@ -157,7 +157,7 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
         (["--checkpoint.no_initial_load_model_only"], "checkpoint.initial_load_model_only", False),
         (["--debug.seed", "None"], "debug.seed", None),
         (["--compile.components", "model, loss"], "compile.components", ["model", "loss"]),
-        (["--compile.components", '["a,b"]'], "compile.components", ["a,b"]),
+        (["--checkpoint.exclude_from_loading", '["a,b"]'], "checkpoint.exclude_from_loading", ["a,b"]),
         (["--compile.components="], "compile.components", []),
         (
             ["--parallelism.module_fqns_per_model_part", '[["a"], []]'],
