@@ -37,7 +37,7 @@ class Island:
 def read_islands(
     problems: Problems, written: Any, lines: dict[KeyPath, int], otherwise: Where | None = None
 ) -> list[Island]:
-    """All tables that could be read, in order; what is wrong with them is reported."""
+    """All tables in order, as far as they could be read; what is wrong with them is reported."""
     if not isinstance(written, list):
         got = describe(written)
         problems.add(
@@ -45,23 +45,31 @@ def read_islands(
         )
         return []
     found = []
+    nameless: list[IslandTable] = []
     for i, entry in enumerate(written):
         root: KeyPath = (KEY, i)
         layer = Layer()
         reader = Reader(problems, layer, lines, otherwise=otherwise, root=root, refusal=why_shared)
-        if not isinstance(entry, dict):
+        values = None
+        if isinstance(entry, dict):
+            own = {name: value for name, value in entry.items() if name in kinds(IslandTable)}
+            typos = {name: _meant(name, value, root) for name, value in entry.items() if name not in own}
+            for name, message in typos.items():
+                if message:
+                    reader.problem((*root, name), message)
+            reader.read({name: entry[name] for name, message in typos.items() if not message})
+            values = reader.fields(IslandTable, own, root)
+        else:
             reader.problem(root, f"must be a table, written [[islands]], got {describe(entry)}")
-            continue
-        own = {name: value for name, value in entry.items() if name in kinds(IslandTable)}
-        typos = {name: _meant(name, value, root) for name, value in entry.items() if name not in own}
-        for name, message in typos.items():
-            if message:
-                reader.problem((*root, name), message)
-        reader.read({name: entry[name] for name, message in typos.items() if not message})
-        values = reader.fields(IslandTable, own, root)
-        if values is not None:
-            table = IslandTable(**values, settings=layer.values)
-            found.append(Island(table, layer, reader.at(root), reader.notes, reader.deferred))
+        table = IslandTable(**(values or {"id": 0}), settings=layer.values)
+        if values is None:
+            nameless.append(table)
+        found.append(Island(table, layer, reader.at(root), reader.notes, reader.deferred))
+    # Something must stand in place of a table without an id, or those after it would be called by its number.
+    taken = {island.table.id for island in found if all(island.table is not table for table in nameless)}
+    free = (number for number in range(len(found)) if number not in taken)
+    for table, number in zip(nameless, free, strict=False):
+        table.id = number
     _check(problems, found)
     return found
 

@@ -237,6 +237,15 @@ def test_a_mistake_in_a_table_is_named_with_its_line(text: str, expected: str, t
     assert found.startswith(expected)
 
 
+def test_tables_after_one_without_an_id_keep_their_numbers(tmp_path: Path) -> None:
+    text = "[[islands]]\nranks = 1\n[[islands]]\nid = 1\nranks = 0\n[[islands]]\nid = 3\n"
+    assert problems(tmp_path, text) == [
+        "FILE:1: islands[0].id: is missing",
+        "FILE:5: islands[1].ranks: must be at least 1, got 0",
+        "FILE:7: islands[2].id: (3) must be below the number of [[islands]] tables (3): ids count from 0",
+    ]
+
+
 def test_a_rule_that_only_one_island_breaks_names_it(tmp_path: Path) -> None:
     text = "[training]\nglobal_batch_size = 8\nlocal_batch_size = 1\n[[islands]]\nid = 0\nranks = 8\n"
     text += "[[islands]]\nid = 1\nranks = 3\n"
