@@ -23,7 +23,8 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
         found: st.SearchStrategy[Any] = st.sampled_from(kind.choices)
     elif kind.base == "list":
         assert kind.item is not None
-        found = st.lists(values(kind.item), max_size=3)
+        # An empty list that may be absent is absent.
+        found = st.lists(values(kind.item), min_size=int(kind.optional), max_size=3)
     elif kind.base == "table":
         assert kind.table is not None
         found = st.builds(kind.table, **{name: values(k) for name, k in kinds(kind.table).items()})

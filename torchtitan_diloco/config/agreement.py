@@ -1,5 +1,6 @@
 """The settings every island of a run must share, compared when an island joins."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torchtitan_diloco.config.fields import get, keys
@@ -26,3 +27,10 @@ def lockstep_agreement(config: RunConfig) -> dict[str, Any]:
     return {
         key: get(config, key) for key in sorted(keys()) if must_agree_in_lockstep(key) and not must_agree(key)
     }
+
+
+def lockstep_differences(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(key, here, there) for each setting that islands which average their gradients must share and these do not."""
+    for key in keys():
+        if must_agree_in_lockstep(key) and get(config, key) != get(other, key):
+            yield key, get(config, key), get(other, key)

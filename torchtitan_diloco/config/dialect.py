@@ -256,7 +256,7 @@ class CompileConfig:
 
     enable: bool = False
     """Whether to use torch.compile."""
-    components: list[str] = field(default_factory=lambda: ["model", "loss"])
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     """What is compiled."""
     backend: str = "inductor"
     """torch.compile backend."""

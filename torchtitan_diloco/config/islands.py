@@ -4,10 +4,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_diloco.config.deferred import Deferred
 from torchtitan_diloco.config.fields import kinds, put
 from torchtitan_diloco.config.layers import Layer, Where
+from torchtitan_diloco.config.names import unknown_item_key
 from torchtitan_diloco.config.problems import Problems
-from torchtitan_diloco.config.reader import Reader
+from torchtitan_diloco.config.reader import Reader, dotted
 from torchtitan_diloco.config.schema import IslandTable, RunConfig
 from torchtitan_diloco.config.shared import OWN_KEY, why_shared
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
@@ -25,6 +27,7 @@ class Island:
     where: Where | None
     """Where the table begins."""
     notes: list[str] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
 
     def world(self) -> int | None:
         """Processes of the island; None where the table does not say."""
@@ -34,7 +37,7 @@ class Island:
 def read_islands(
     problems: Problems, written: Any, lines: dict[KeyPath, int], otherwise: Where | None = None
 ) -> list[Island]:
-    """All tables that could be read, in order; what is wrong with them is reported."""
+    """All tables in order, as far as they could be read; what is wrong with them is reported."""
     if not isinstance(written, list):
         got = describe(written)
         problems.add(
@@ -42,21 +45,41 @@ def read_islands(
         )
         return []
     found = []
+    nameless: list[IslandTable] = []
     for i, entry in enumerate(written):
         root: KeyPath = (KEY, i)
         layer = Layer()
         reader = Reader(problems, layer, lines, otherwise=otherwise, root=root, refusal=why_shared)
-        if not isinstance(entry, dict):
+        values = None
+        if isinstance(entry, dict):
+            own = {name: value for name, value in entry.items() if name in kinds(IslandTable)}
+            typos = {name: _meant(name, value, root) for name, value in entry.items() if name not in own}
+            for name, message in typos.items():
+                if message:
+                    reader.problem((*root, name), message)
+            reader.read({name: entry[name] for name, message in typos.items() if not message})
+            values = reader.fields(IslandTable, own, root)
+        else:
             reader.problem(root, f"must be a table, written [[islands]], got {describe(entry)}")
-            continue
-        own = {name: value for name, value in entry.items() if name in kinds(IslandTable)}
-        reader.read({name: value for name, value in entry.items() if name not in own})
-        values = reader.fields(IslandTable, own, root)
-        if values is not None:
-            table = IslandTable(**values, settings=layer.values)
-            found.append(Island(table, layer, reader.at(root), reader.notes))
+        table = IslandTable(**(values or {"id": 0}), settings=layer.values)
+        if values is None:
+            nameless.append(table)
+        found.append(Island(table, layer, reader.at(root), reader.notes, reader.deferred))
+    # Something must stand in place of a table without an id, or those after it would be called by its number.
+    taken = {island.table.id for island in found if all(island.table is not table for table in nameless)}
+    free = (number for number in range(len(found)) if number not in taken)
+    for table, number in zip(nameless, free, strict=False):
+        table.id = number
     _check(problems, found)
     return found
+
+
+def _meant(name: str, value: Any, root: KeyPath) -> str:
+    """What to say of a key that is near one of the table's own, which are more likely meant than the run's."""
+    if name in kinds(RunConfig) or isinstance(value, dict):
+        return ""
+    message = unknown_item_key(name, dotted(root), IslandTable)
+    return message if "did you mean" in message else ""
 
 
 def for_island(config: RunConfig, number: int) -> RunConfig:

@@ -1,62 +1,37 @@
 """Reads a TOML file and command-line overrides into a `RunConfig`, or says everything that is wrong with them."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from torchtitan_diloco.config.agreement import agreement
+from torchtitan_diloco.config.agreement import agreement, lockstep_differences
+from torchtitan_diloco.config.deferred import Deferred
 from torchtitan_diloco.config.dump import to_toml
 from torchtitan_diloco.config.fault_tolerance import SECTION, read_fault_tolerance
-from torchtitan_diloco.config.fields import get, items, keys
+from torchtitan_diloco.config.fields import items, keys
 from torchtitan_diloco.config.islands import KEY, Island, read_islands
-from torchtitan_diloco.config.layers import Layer, combine, origin, place
+from torchtitan_diloco.config.layers import Layer, Where, combine, origin, place
 from torchtitan_diloco.config.notes import notes
 from torchtitan_diloco.config.overrides import parse_overrides, take_config_file
 from torchtitan_diloco.config.problems import COMMAND_LINE, ConfigError, Problems
 from torchtitan_diloco.config.reader import Reader
-from torchtitan_diloco.config.retired import RETIRED, SAME_AS
+from torchtitan_diloco.config.resolved import Resolved
 from torchtitan_diloco.config.rules import WORLD, broken_ranges, broken_relations
 from torchtitan_diloco.config.schema import RunConfig
-from torchtitan_diloco.config.shared import OWN_KEY, must_agree_in_lockstep
+from torchtitan_diloco.config.shared import OWN_KEY
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.toml_lines import key_lines
 from torchtitan_diloco.config.upstream import base_values, unknown_base, unknown_model
 from torchtitan_diloco.config.values import WrongValue, parse_text
-from torchtitan_diloco.errors import UserError
 
 __all__ = ["ConfigError", "Resolved", "agreement", "load_config", "take_config_file", "to_toml"]
 
 _ID, _COUNT = "island.id", "semi_sync.num_islands"
 _SOURCES, _SHARED = "data.sources", "data.shared"
-
-
-@dataclass(slots=True)
-class Resolved:
-    """A configuration with where each value comes from."""
-
-    config: RunConfig
-    """Of the island that the command line names; of the run as a whole where there are [[islands]] and it names none."""
-    origins: dict[str, str]
-    """Dotted key -> "default", "base NAME", "FILE:LINE" or "command line"; for every key."""
-    path: Path
-    """The file as given."""
-    notes: list[str]
-    """What is worth knowing and not wrong."""
-
-    def one_island(self) -> "Resolved":
-        """This, if it is the configuration of one island. Raises UserError where [[islands]] leave open of which."""
-        if self.config.islands and self.origins[_ID] != COMMAND_LINE:
-            ids = ", ".join(str(table.id) for table in self.config.islands)
-            raise UserError(
-                f"{_ID}: {self.path} has [[islands]]; say which one this is: --{_ID} N (there are {ids})"
-            )
-        return self
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
@@ -95,7 +70,8 @@ class _Loader:
         self.islands: list[Island] = []
         self.picked: Island | None = None
         """The island that the command line names."""
-        self.same_as: list[tuple[str, Any, int | str | None]] = []
+        self.deferred: list[Deferred] = []
+        self.renamed: dict[str, str] = {}
         self.notes: list[str] = []
 
     def layers(self, island: Island | None) -> list[Layer]:
@@ -123,23 +99,16 @@ class _Loader:
             document = tomli.loads(text)
             lines = key_lines(text)
         except (ValueError, RecursionError) as e:
-            self.syntax_error(text, e)
+            self.problems.add_syntax_error(text, e)
             return
         self.read = True
         reader = Reader(self.problems, self.written, lines)
         reader.read({name: value for name, value in document.items() if name not in (KEY, SECTION)})
         if SECTION in document:
             read_fault_tolerance(reader, document[SECTION])
-        self.same_as, self.notes = reader.same_as, reader.notes
+        self.deferred, self.renamed, self.notes = reader.deferred, reader.renamed, reader.notes
         if KEY in document:
             self.add_islands(document[KEY], lines)
-
-    def syntax_error(self, text: str, error: Exception) -> None:
-        at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-        line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else None
-        column = f" (column {at[2]})" if at and at[2] else ""
-        what = str(error)[: at.start()] if at else str(error)
-        self.problems.add(line, "", f"is not valid TOML: {what}{column}")
 
     def add_islands(self, written: Any, lines: dict[KeyPath, int], otherwise: str | None = None) -> None:
         self.islands = read_islands(self.problems, written, lines, otherwise)
@@ -173,6 +142,7 @@ class _Loader:
             else:
                 # What a parser of text returns has passed the check; None cannot pass it a second time.
                 reader.value(override.key, path, "none" if value is None else value)
+        self.notes += reader.notes
 
     # ---- islands and base
 
@@ -264,6 +234,10 @@ class _Loader:
         for (key, where, message), ids in found.items():
             some = f" (island {', '.join(map(str, ids))})" if len(ids) < len(self.islands) else ""
             self.problems.add(where, key, message + some)
+        told = {(key, where) for key, where, _ in found}
+        for old in (*self.deferred, *(old for island in self.islands for old in island.deferred)):
+            if (old.key, old.where) not in told and old.note():
+                self.notes.append(old.note())
         self.check_lockstep()
 
     def check_lockstep(self) -> None:
@@ -274,23 +248,24 @@ class _Loader:
         base = self.config(self.layers(first))
         for island in others:
             layers = self.layers(island)
-            view = self.config(layers)
-            pairs = [(key, get(view, key), get(base, key)) for key in keys() if must_agree_in_lockstep(key)]
-            for key, here, there in [*pairs, (WORLD, island.world(), first.world())]:
-                if here != there:
-                    self.problems.add(
-                        island.where if key == WORLD else place(key, layers[1:]),
-                        key,
-                        f"({here} on island {island.table.id}, {there} on island {first.table.id}) must be the same on all "
-                        'islands with semi_sync.method = "sync"',
-                    )
+            differing = [*lockstep_differences(self.config(layers), base)]
+            if island.world() != first.world():
+                differing.append((WORLD, island.world(), first.world()))
+            for key, here, there in differing:
+                self.problems.add(
+                    island.where if key == WORLD else place(key, layers[1:]),
+                    key,
+                    f"({here} on island {island.table.id}, {there} on island {first.table.id}) must be the same on all "
+                    'islands with semi_sync.method = "sync"',
+                )
 
     def broken(self, island: Island | None) -> Iterator[tuple[str, int | str | None, str]]:
         layers = self.layers(island)
         config, bad = self.config(layers), self.bad(layers)
         for key, message in broken_ranges(config):
             if key not in bad:
-                yield key, place(key, layers[1:]), message
+                where = place(key, layers[1:])
+                yield self.named(key, where, island), where, message
         if not self.read:
             return
         for involved, message in broken_relations(config, island.world() if island else None):
@@ -298,11 +273,20 @@ class _Loader:
                 places = (
                     island.where if key == WORLD and island else place(key, layers[1:]) for key in involved
                 )
-                yield involved[0], next((p for p in places if p is not None), None), message
-        for key, value, where in self.same_as:
-            used = get(config, SAME_AS[key])
-            if type(value) is not type(used) or value != used:
-                yield key, where, f"gone in TorchTitan 0.3: {RETIRED[key]} ({used})"
+                where = next((p for p in places if p is not None), None)
+                yield self.named(involved[0], where, island), where, message
+        for old in (*self.deferred, *(island.deferred if island else ())):
+            message = old.problem(config, bad)
+            if message:
+                yield old.key, old.where, message
+
+    def named(self, key: str, where: Where | None, island: Island | None) -> str:
+        """The key as it is written there: an island's own number of steps, a setting under its old name."""
+        for written, own in OWN_KEY.items():
+            if island and key == own and key in island.layer.values:
+                return f"{KEY}[{self.islands.index(island)}].{written}"
+        old = self.renamed.get(key) if where == self.written.where.get(key) else None
+        return f"{key}, written as {old}" if old else key
 
     def bad(self, layers: Sequence[Layer]) -> set[str]:
         return {key for layer in layers for key in layer.bad}

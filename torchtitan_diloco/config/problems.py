@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_diloco.errors import UserError
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
@@ -34,10 +34,18 @@ class Problems:
         else:
             prefix, order = self.file, 0
         text = f"{prefix}: {key}: {message}" if key else f"{prefix}: {message}"
-        text = _CONTROL.sub(
+        text = CONTROL.sub(
             lambda m: repr(m[0])[1:-1], text
         )  # one problem is one line, whatever the file holds
         self.found.append((where == COMMAND_LINE, order, text))
+
+    def add_syntax_error(self, text: str, error: Exception) -> None:
+        """What a parser of TOML says about a text, at its line."""
+        at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
+        line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else None
+        column = f" (column {at[2]})" if at and at[2] else ""
+        what = str(error)[: at.start()] if at else str(error)
+        self.add(line, "", f"is not valid TOML: {what}{column}")
 
     def raise_if_any(self) -> None:
         """Raise `ConfigError` with the problems in the order of the file's lines, then those of the command line."""

@@ -4,10 +4,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchtitan_diloco.config.fields import get, is_array_of_tables, keys
 from torchtitan_diloco.config.names import nearest_choice
+from torchtitan_diloco.config.problems import CONTROL
 from torchtitan_diloco.config.schema import DataSource, IslandTable, RunConfig
+from torchtitan_diloco.config.upstream_names import PIPELINE_SCHEDULES, is_schedule
 from torchtitan_diloco.outer import names
 from torchtitan_diloco.outer.shares import expand
 
@@ -53,9 +56,29 @@ SHARE = Range(lambda v: 0 <= v <= 1, "from 0 to 1")
 BELOW_1 = Range(lambda v: 0 <= v < 1, "at least 0 and less than 1")
 NOT_EMPTY = Range(lambda v: bool(v.strip()), "a non-empty string")
 FOLDER_NAME = Range(
-    lambda v: "/" not in v and "\0" not in v and v not in (".", ".."), "a plain name, not a path"
+    lambda v: (
+        "/" not in v
+        and v not in (".", "..")
+        and (not v or bool(v.strip()))
+        and not CONTROL.search(v)
+        # File systems take names of 255 bytes, to which temporary ones add.
+        and len(v.encode("utf-8", "replace")) <= 200
+    ),
+    "a plain name, not a path, of at most 200 bytes, not blank and without control characters",
 )
-HTTP = Range(lambda v: not v or v.startswith(("http://", "https://")), "an address such as http://host:port")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
+
+
+HTTP = Range(
+    lambda v: not v or _is_address(v), "an address such as http://host:port, with a port from 1 to 65535"
+)
 
 RANGES: dict[str, Range] = {
     "job.dump_folder": NOT_EMPTY,
@@ -88,6 +111,9 @@ RANGES: dict[str, Range] = {
     "parallelism.pipeline_parallel_first_stage_less_layers": AT_LEAST_0,
     "parallelism.pipeline_parallel_last_stage_less_layers": AT_LEAST_0,
     "parallelism.pipeline_parallel_layers_per_stage": AT_LEAST_1,
+    "parallelism.pipeline_parallel_schedule": Range(
+        is_schedule, f"one of {', '.join(PIPELINE_SCHEDULES)}", PIPELINE_SCHEDULES
+    ),
     "parallelism.pipeline_parallel_microbatch_size": AT_LEAST_1,
     "parallelism.context_parallel_degree": AT_LEAST_1,
     "parallelism.expert_parallel_degree": AT_LEAST_1,

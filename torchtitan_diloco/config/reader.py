@@ -3,11 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan_diloco.config.deferred import Deferred, depends_on_others
 from torchtitan_diloco.config.fields import Kind, is_array_of_tables, keys, kinds, required, sections
 from torchtitan_diloco.config.layers import Layer, Where
 from torchtitan_diloco.config.names import unknown_item_key, unknown_key, unknown_section
 from torchtitan_diloco.config.problems import Problems
-from torchtitan_diloco.config.retired import HARMLESS, MOVED, RETIRED, SAME_AS, Moved
+from torchtitan_diloco.config.retired import (
+    HARMLESS,
+    MOVED,
+    NAME_MODULES,
+    RENAMED_MODULES,
+    RETIRED,
+    Moved,
+)
 from torchtitan_diloco.config.toml_lines import Path as KeyPath
 from torchtitan_diloco.config.values import WrongValue, check_value, describe
 
@@ -50,8 +58,8 @@ class Reader:
         self.notes: list[str] = []
         self.renamed: dict[str, str] = {}
         """Key -> the old name under which it was written."""
-        self.same_as: list[tuple[str, Any, Where | None]] = []
-        """Retired keys that are right if their value is the one used, which is not known yet."""
+        self.deferred: list[Deferred] = []
+        """What is right or wrong depending on settings that are not known yet."""
 
     def at(self, path: KeyPath) -> Where | None:
         """Where a path stands, or the nearest table around it."""
@@ -101,9 +109,17 @@ class Reader:
             self.layer.put(key, self.tables(table, value, here), self.at(here))
         else:
             try:
-                self.layer.put(key, check_value(keys()[key], value), self.at(here))
+                checked = check_value(keys()[key], value)
+                if key in NAME_MODULES and checked is not None:
+                    checked = self.renamed_modules(here, checked)
+                # v0.2's default of lists that may be absent: one meaning, or rules, islands and trainers would differ.
+                absent = keys()[key].optional and checked == []
+                self.layer.put(key, None if absent else checked, self.at(here))
             except WrongValue as e:
-                self.problem(here, str(e))
+                if depends_on_others(key, value):
+                    self.defer(key, here, value, str(e))
+                else:
+                    self.problem(here, str(e))
 
     def tables(self, table: Any, value: Any, path: KeyPath) -> list[Any]:
         """Entries of an array of tables, as instances of the dataclass ``table``."""
@@ -114,12 +130,17 @@ class Reader:
         entries = []
         for i, entry in enumerate(value):
             here = (*path, i)
-            if not isinstance(entry, dict):
+            values = None
+            if isinstance(entry, dict):
+                values = self.fields(table, entry, here)
+            else:
                 self.problem(here, f"must be a table, written [[{key}]], got {describe(entry)}")
-                continue
-            values = self.fields(table, entry, here)
-            if values is not None:
-                entries.append(table(**values))
+            if values is None:
+                # Something must stand in its place, or those after it would be called by its number.
+                values = dict.fromkeys(required(table), "")
+                inside = here[len(self.root) :]
+                self.layer.bad |= {dotted(inside[:-1]), *(dotted((*inside, name)) for name in values)}
+            entries.append(table(**values))
         return entries
 
     def fields(self, table: type, written: dict[str, Any], path: KeyPath) -> dict[str, Any] | None:
@@ -149,10 +170,26 @@ class Reader:
     def retired(self, key: str, here: KeyPath, value: Any) -> None:
         if any(type(v) is type(value) and v == value for v in HARMLESS.get(key, ())):
             self.note(here, "has no effect: TorchTitan 0.3 has no such setting")
-        elif key in SAME_AS:
-            self.same_as.append((key, value, self.at(here)))
+        elif depends_on_others(key, value):
+            self.defer(key, here, value, f"gone in TorchTitan 0.3: {RETIRED[key]}")
         else:
             self.problem(here, f"gone in TorchTitan 0.3: {RETIRED[key]}")
+
+    def defer(self, key: str, here: KeyPath, value: Any, mistake: str) -> None:
+        at = f"{dotted(here)} at {self.place(here)}"
+        self.deferred.append(Deferred(key, value, self.at(here), mistake, at))
+
+    def renamed_modules(self, here: KeyPath, names: list[Any]) -> list[Any]:
+        """Names of modules, also in lists of lists, as TorchTitan 0.3 has them."""
+        found: list[Any] = []
+        for name in names:
+            if isinstance(name, list):
+                found.append(self.renamed_modules(here, name))
+                continue
+            found.append(RENAMED_MODULES.get(name, name))
+            if found[-1] != name:
+                self.note(here, f'holds "{name}", which is "{found[-1]}" now')
+        return found
 
     def moved(self, here: KeyPath, value: Any, to: Moved) -> None:
         """Take the value of a key with an old name."""

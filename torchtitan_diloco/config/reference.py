@@ -191,8 +191,12 @@ def _bases() -> str:
 
 
 def _moved() -> str:
-    rows = ((f"`{old}`", f"`{moved.new}`") for old, moved in retired.MOVED.items())
-    return "## Names that have changed\n\nTaken over, with a note.\n\n" + _table("Old", "Now", rows=rows)
+    rows = [(f"`{old}`", f"`{moved.new}`") for old, moved in retired.MOVED.items()]
+    where = " and ".join(f"`{key}`" for key in retired.NAME_MODULES)
+    rows += [(f"module `{old}` in {where}", f"`{new}`") for old, new in retired.RENAMED_MODULES.items()]
+    return "## Names that have changed\n\nTaken over, with a note.\n\n" + _table(
+        "Old", "Now", rows=iter(rows)
+    )
 
 
 def _fault_tolerance() -> str:
@@ -217,7 +221,8 @@ def _retired() -> str:
 
     return (
         "## Keys that TorchTitan 0.3 cannot honour\n\nAn error with the remedy, unless the value says what happens "
-        "anyway.\n\n" + _table("Key", "Accepted", "Otherwise", rows=rows())
+        "anyway or nothing uses it: a `[quantize]` table whose name is not in `model.converters`, the overlap of a pipeline "
+        "that is not there.\n\n" + _table("Key", "Accepted", "Otherwise", rows=rows())
     )
 
 

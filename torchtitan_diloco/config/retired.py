@@ -34,6 +34,10 @@ RETIRED: dict[str, str] = {
     "memory_estimation.enable": "remove the table; TorchTitan 0.3 has no memory estimation",
     "memory_estimation.disable_fake_mode": "remove the table; TorchTitan 0.3 has no memory estimation",
     "experimental": f"remove the table; {_METHODS}",
+    **{
+        f"experimental.{name}": f"it is in [parallelism] now; write parallelism.{name}"
+        for name in ("pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel")
+    },
     "experimental.custom_import": f"remove it; {_METHODS}",
     "experimental.custom_args_module": f"remove it; {_METHODS}",
 }
@@ -58,6 +62,18 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "experimental.custom_args_module": ("",),
 }
 """Retired keys with values that say what happens anyway, as v0.2.2's own examples do: accepted with a note."""
+
+OLD_VALUES: dict[str, tuple[str, ...]] = {
+    "quantize.linear.float8.recipe_name": ("tensorwise",),
+    "quantize.grouped_mm.mx.recipe_name": ("mxfp8",),
+}
+"""Key of today -> values that only v0.2 has, which are no mistake in a table that nothing switches on."""
+
+RENAMED_MODULES = {"output": "lm_head"}
+"""v0.2's name of a module -> TorchTitan 0.3's."""
+
+NAME_MODULES = ("quantize.linear.float8.filter_fqns", "parallelism.module_fqns_per_model_part")
+"""Keys of v0.2 in whose lists modules are renamed, with a note."""
 
 SAME_AS: dict[str, str] = {
     "validation.local_batch_size": "training.local_batch_size",

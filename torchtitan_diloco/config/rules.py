@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_diloco.config.fields import get
-from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges, shards
+from torchtitan_diloco.config.ranges import RANGES, TABLE_RANGES, broken_range, broken_ranges
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.table_rules import broken_tables
+from torchtitan_diloco.config.upstream_names import DATASETS, is_dataset
 from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
 __all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
@@ -104,12 +106,12 @@ RULES: tuple[Rule, ...] = (
     *(_lockstep_rule(key, anyway) for key, anyway in _MEANINGLESS_IN_LOCKSTEP.items()),
     _rule(
         "semi_sync.fragments semi_sync.sync_every semi_sync.module_fqns_per_fragment",
-        lambda fragments, every, lists: lists is not None or fragments <= every,
+        lambda fragments, every, lists: bool(lists) or fragments <= every,
         "({0} fragments) must be at most semi_sync.sync_every ({1}), in which each is sent once",
     ),
     _rule(
         "semi_sync.module_fqns_per_fragment semi_sync.sync_every",
-        lambda lists, every: lists is None or len(lists) <= every,
+        lambda lists, every: len(lists or ()) <= every,
         "has more lists than semi_sync.sync_every ({1}), in which each fragment is sent once",
     ),
     _rule(
@@ -138,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "island.own_sync_every semi_sync.fragments semi_sync.module_fqns_per_fragment",
-        lambda own, fragments, lists: own is None or own >= (fragments if lists is None else len(lists)),
+        lambda own, fragments, lists: own is None or own >= (len(lists) if lists else fragments),
         "({0}) must be at least the number of fragments, each of which is sent once in it: raise it or lower "
         "semi_sync.fragments",
     ),
@@ -148,9 +150,21 @@ RULES: tuple[Rule, ...] = (
         "({0}) must be more than semi_sync.overlap ({1}): a fragment is applied before it is sent again",
     ),
     _rule(
-        "data.sources data.shards",
-        lambda sources, count: all(max(shards(source.present), default=0) < count for source in sources),
-        "present must name shards below data.shards ({1}), into which every source is cut: from 0 on",
+        "data.shards semi_sync.num_islands data.sources",
+        lambda count, islands, sources: not sources or count >= islands,
+        "({0}) must be at least semi_sync.num_islands ({1}), which share them out",
+    ),
+    *(
+        _rule(
+            f"{section}.dataset {used} job.base",
+            # A base may have a loader of its own, which is asked for with no name.
+            lambda name, used, base, needed=needed: used != needed or is_dataset(name) or (base and not name),
+            '("{0}") is no data set of TorchTitan 0.3, which has ' + f"{', '.join(DATASETS)}; {remedy}",
+        )
+        for section, used, needed, remedy in (
+            ("training", "data.sources", [], "prepare your own as [[data.sources]]"),
+            ("validation", "validation.enable", True, "use one of them or switch validation off"),
+        )
     ),
     _rule(
         "lr_scheduler.total_steps training.steps",
@@ -201,11 +215,6 @@ RULES: tuple[Rule, ...] = (
         f"{_P}enable_async_tensor_parallel compile.enable compile.components",
         lambda wanted, *compiled: not wanted or _compiled(*compiled),
         'needs compile.enable = true and "model" in compile.components',
-    ),
-    _rule(
-        "quantize.linear.float8.filter_fqns",
-        lambda names: "output" not in names,
-        'holds "output", which TorchTitan 0.3 calls "lm_head"',
     ),
     _rule(
         "quantize.linear.float8.emulate model.converters compile.enable compile.components",
@@ -282,3 +291,6 @@ def broken_relations(config: RunConfig, world: int | None = None) -> Iterator[tu
         values = [world if key == WORLD else get(config, key) for key in rule.keys]
         if not rule.holds(*values):
             yield rule.keys, rule.broken.format(*values)
+    for involved, message in broken_tables(config):
+        if not outside.intersection(involved):
+            yield involved, message

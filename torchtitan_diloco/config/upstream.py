@@ -15,6 +15,7 @@ from torchtitan_diloco import assets
 from torchtitan_diloco.config.fields import get
 from torchtitan_diloco.config.names import nearest_choice
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.upstream_names import TEXT_MODELS
 
 TABLE = Path(assets.__file__).parent / "torchtitan.json"
 ATTENTION_SUFFIXES = {"_flex_attn": "flex", "_flex": "flex", "_varlen_attn": "varlen", "_varlen": "varlen"}
@@ -56,13 +57,14 @@ def base_values(name: str) -> dict[str, Any]:
 
 
 def unknown_model(name: str, flavor: str) -> Iterator[tuple[str, str]]:
-    """(key, message) for a model or flavor that TorchTitan does not have; for models it cannot tell, nothing."""
+    """(key, message) for a model that is no text model of TorchTitan's, or a flavor that it does not have."""
     models: dict[str, list[str]] = _table()["models"]
-    if name not in models:
-        near = nearest_choice(name, models)
-        hint = f"did you mean {near}? " if near else ""
-        yield "model.name", f'TorchTitan has no model "{name}"; {hint}There are {", ".join(models)}'
-    elif models[name] and flavor not in models[name]:
+    if name not in TEXT_MODELS:
+        near = nearest_choice(name, TEXT_MODELS)
+        listed = f"did you mean {near}? There are" if near else "there are"
+        what = f'"{name}" is no text model' if name in models else f'TorchTitan has no model "{name}"'
+        yield "model.name", f"{what}; {listed} {', '.join(TEXT_MODELS)}"
+    elif flavor not in models[name]:
         suffix = next((s for s in ATTENTION_SUFFIXES if flavor.endswith(s)), "")
         if flavor.removesuffix(suffix) not in models[name]:
             there = ", ".join(models[name])

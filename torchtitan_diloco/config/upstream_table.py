@@ -14,10 +14,8 @@ from typing import Any
 
 from torchtitan_diloco.config.fields import get, keys, sections
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.upstream_names import TEXT_MODELS
 from torchtitan_diloco.errors import UserError
-
-TEXT_MODELS = ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
-"""Modules of `torchtitan.models` whose config functions can be a base."""
 
 _SECTIONS = {"profiling": "profiler", "validation": "validator"}
 """Ours -> TorchTitan's, where the names differ."""

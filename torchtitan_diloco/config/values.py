@@ -151,7 +151,7 @@ def _parse_list(kind: Kind, text: str) -> Any:
             value = json.loads(text)
         except (ValueError, RecursionError) as e:
             raise WrongValue(f"is not valid JSON ({e})") from None
-    elif kind.item.base == "str":
+    elif kind.item.base in ("str", "choice"):
         value = [part.strip() for part in text.split(",")] if text.strip() else []
     else:
         raise WrongValue(f"must be a JSON array, got {_quoted(text)}")

@@ -15,12 +15,12 @@ cpu.install()
 
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from torchtitan_diloco.config import upstream  # noqa: E402
+from torchtitan_diloco.config import upstream, upstream_names  # noqa: E402
 from torchtitan_diloco.config.load import ConfigError, load_config, to_toml  # noqa: E402
 from torchtitan_diloco.config.translate import trainer_config  # noqa: E402
 from torchtitan_diloco.config.upstream import bases  # noqa: E402
+from torchtitan_diloco.config.upstream_names import TEXT_MODELS  # noqa: E402
 from torchtitan_diloco.config.upstream_table import (  # noqa: E402
-    TEXT_MODELS,
     base_config,
     make_table,
     without_hardware,
@@ -34,6 +34,15 @@ REPLACED = {"dataloader", "checkpoint", "metrics", "dump_folder"}
 def test_the_table_is_what_the_installed_torchtitan_says() -> None:
     """If this fails: python -m torchtitan_diloco.config.upstream_table"""
     assert json.loads(upstream.TABLE.read_text()) == json.loads(json.dumps(make_table()))
+
+
+def test_the_names_that_validate_knows_are_those_that_torchtitan_and_torch_take() -> None:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    assert set(upstream_names.DATASETS) == set(DATASETS)
+    with pytest.raises(ValueError, match=re.escape(str(list(upstream_names.PIPELINE_SCHEDULES)))):
+        get_schedule_class("none of them")
 
 
 def described(value: Any) -> str:

@@ -144,6 +144,10 @@ WRONG = {
         "[[islands]]\nid = 0\n[[islands]]\nid = 0",
         "FILE:4: islands[1].id: (0) is already that of islands[0]; give each island its own",
     ),
+    "a name twice": (
+        "[[islands]]\nid = 0\nname = 'a'\n[[islands]]\nid = 1\nname = 'a'",
+        'FILE:6: islands[1].name: ("a") is already that of islands[0]',
+    ),
     "no id": ("[[islands]]\nname = 'a'", "FILE:1: islands[0].id: is missing"),
     "an id beyond the tables": (
         "[[islands]]\nid = 7",
@@ -151,7 +155,22 @@ WRONG = {
     ),
     "a negative id": ("[[islands]]\nid = -1", "FILE:2: islands[0].id: must be at least 0, got -1"),
     "no ranks": ("[[islands]]\nid = 0\nranks = 0", "FILE:3: islands[0].ranks: must be at least 1, got 0"),
-    "a typo in the table": ("[[islands]]\nid = 0\nrank = 1", "FILE:3: islands[0].rank: unknown key"),
+    "a typo in the table": (
+        "[[islands]]\nid = 0\nrank = 1",
+        "FILE:3: islands[0].rank: unknown key; did you mean islands[0].ranks?",
+    ),
+    "another typo": (
+        "[[islands]]\nid = 0\nnode = 1",
+        "FILE:3: islands[0].node: unknown key; did you mean islands[0].nodes?",
+    ),
+    "letters the other way round": (
+        "[[islands]]\nid = 0\nnmae = 'x'",
+        "FILE:3: islands[0].nmae: unknown key; did you mean islands[0].name?",
+    ),
+    "a setting of a section": (
+        "[[islands]]\nid = 0\nsync_every = 3",
+        "FILE:3: islands[0].sync_every: unknown key; did you mean semi_sync.sync_every?",
+    ),
     "a typo in a setting": (
         "[[islands]]\nid = 0\n[islands.training]\nlocal_batch_sice = 1",
         "FILE:4: islands[0].training.local_batch_sice: unknown key; did you mean training.local_batch_size?",
@@ -179,16 +198,17 @@ WRONG = {
     "a value among the tables": ("islands = [3]", "FILE:1: islands[0]: must be a table, written [[islands]]"),
     "fewer steps than fragments": (
         "[semi_sync]\nfragments = 4\n[[islands]]\nid = 0\nsemi_sync.sync_every = 3",
-        "FILE:5: island.own_sync_every: (3) must be at least the number of fragments, each of which is sent once in it: "
-        "raise it or lower semi_sync.fragments",
+        "FILE:5: islands[0].semi_sync.sync_every: (3) must be at least the number of fragments, each of which is sent once "
+        "in it: raise it or lower semi_sync.fragments",
     ),
     "an overlap as long as its steps": (
         "[semi_sync]\noverlap = 3\n[[islands]]\nid = 0\nsemi_sync.sync_every = 3",
-        "FILE:5: island.own_sync_every: (3) must be more than semi_sync.overlap (3): a fragment is applied before it is sent",
+        "FILE:5: islands[0].semi_sync.sync_every: (3) must be more than semi_sync.overlap (3): a fragment is applied "
+        "before it is sent",
     ),
     "no steps": (
         "[[islands]]\nid = 0\nsemi_sync.sync_every = 0",
-        "FILE:3: island.own_sync_every: must be at least 1, got 0",
+        "FILE:3: islands[0].semi_sync.sync_every: must be at least 1, got 0",
     ),
     "its steps under another name": (
         "[[islands]]\nid = 0\nisland.own_sync_every = 5",
@@ -215,6 +235,15 @@ WRONG = {
 def test_a_mistake_in_a_table_is_named_with_its_line(text: str, expected: str, tmp_path: Path) -> None:
     (found,) = problems(tmp_path, text)
     assert found.startswith(expected)
+
+
+def test_tables_after_one_without_an_id_keep_their_numbers(tmp_path: Path) -> None:
+    text = "[[islands]]\nranks = 1\n[[islands]]\nid = 1\nranks = 0\n[[islands]]\nid = 3\n"
+    assert problems(tmp_path, text) == [
+        "FILE:1: islands[0].id: is missing",
+        "FILE:5: islands[1].ranks: must be at least 1, got 0",
+        "FILE:7: islands[2].id: (3) must be below the number of [[islands]] tables (3): ids count from 0",
+    ]
 
 
 def test_a_rule_that_only_one_island_breaks_names_it(tmp_path: Path) -> None:

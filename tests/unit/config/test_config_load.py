@@ -121,6 +121,16 @@ def test_an_integer_will_do_for_a_number(tmp_path: Path) -> None:
     assert (lr, type(lr)) == (1.0, float)
 
 
+@pytest.mark.parametrize("method", ["diloco", "sync"])
+def test_an_empty_list_of_fragments_is_none_at_all(tmp_path: Path, method: str) -> None:
+    """v0.2's default; rules, islands that compare settings and the partition must see one thing."""
+    text = f'[semi_sync]\nmethod = "{method}"\nmodule_fqns_per_fragment = []'
+    assert load(tmp_path, text).config.semi_sync.module_fqns_per_fragment is None
+    config = RunConfig()
+    config.semi_sync.fragments, config.semi_sync.module_fqns_per_fragment = 200, []
+    assert [involved[0] for involved, _ in broken_relations(config)] == ["semi_sync.fragments"]
+
+
 def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "w.toml"
     file.write_bytes(b"\xef\xbb\xbf[training]\r\n\r\nsteps = 5\r\n")
@@ -147,7 +157,7 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
         (["--checkpoint.no_initial_load_model_only"], "checkpoint.initial_load_model_only", False),
         (["--debug.seed", "None"], "debug.seed", None),
         (["--compile.components", "model, loss"], "compile.components", ["model", "loss"]),
-        (["--compile.components", '["a,b"]'], "compile.components", ["a,b"]),
+        (["--checkpoint.exclude_from_loading", '["a,b"]'], "checkpoint.exclude_from_loading", ["a,b"]),
         (["--compile.components="], "compile.components", []),
         (
             ["--parallelism.module_fqns_per_model_part", '[["a"], []]'],
@@ -159,6 +169,12 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
             "data.sources",
             [DataSource(path="a", weight=2.0)],
         ),
+        (
+            ["--model.converters", "quantize.linear.float8, quantize.grouped_mm.mx"],
+            "model.converters",
+            ["quantize.linear.float8", "quantize.grouped_mm.mx"],
+        ),
+        (["--model.converters="], "model.converters", []),
         (["--job.description=--x"], "job.description", "--x"),
         (["--job.description", ""], "job.description", ""),
     ],

@@ -1,5 +1,6 @@
 """Every mistake in a configuration is reported, all at once, with its place and the remedy."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,10 @@ ONE_MISTAKE = {
     "more fragments than steps": (
         "[semi_sync]\nfragments = 9\nsync_every = 8",
         "FILE:2: semi_sync.fragments: (9 fragments) must be at most semi_sync.sync_every (8), in which each is sent once",
+    ),
+    "more fragments than steps beside an empty list of lists": (
+        "[semi_sync]\nmodule_fqns_per_fragment = []\nfragments = 200\nsync_every = 4",
+        "FILE:3: semi_sync.fragments: (200 fragments) must be at most semi_sync.sync_every (4)",
     ),
     "overlap as long as the window": (
         "[semi_sync]\nsync_every = 8\noverlap = 8",
@@ -157,7 +162,11 @@ ONE_MISTAKE = {
     ),
     "shards beyond the last": (
         '[data]\nshards = 32\n[[data.sources]]\npath = "p"\npresent = "0-32"',
-        "FILE:3: data.sources: present must name shards below data.shards (32)",
+        'FILE:5: data.sources[0].present: ("0-32") names shard 32, and data.shards = 32 are numbered from 0 to 31',
+    ),
+    "a group of nobody, under its old name": (
+        "[fault_tolerance]\nenable = true\ngroup_size = 0",
+        "FILE:3: semi_sync.num_islands, written as fault_tolerance.group_size: must be at least 1, got 0",
     ),
     "empty name of a registry": (
         '[transport]\nkind = " "',
@@ -165,7 +174,45 @@ ONE_MISTAKE = {
     ),
     "name that is a path": (
         '[job]\nname = "a/b"',
-        'FILE:2: job.name: must be a plain name, not a path, got "a/b"',
+        "FILE:2: job.name: must be a plain name, not a path, of at most 200 bytes",
+    ),
+    "blank name": ('[job]\nname = " "', "FILE:2: job.name: must be a plain name"),
+    "name with a bell": ('[job]\nname = "a\\u0007"', "FILE:2: job.name: must be a plain name"),
+    "name too long for a folder": (
+        '[job]\nname = "' + "\u00e4" * 101 + '"',
+        "FILE:2: job.name: must be a plain name, not a path, of at most 200 bytes",
+    ),
+    "port beyond the last": (
+        '[lighthouse]\naddress = "http://h:65536"',
+        "FILE:2: lighthouse.address: must be an address such as http://host:port, with a port from 1 to 65535, got",
+    ),
+    "fewer shards than islands": (
+        "[data]\nshards = 1\nsources = [{path = 'a'}]\n[semi_sync]\nnum_islands = 2",
+        "FILE:2: data.shards: (1) must be at least semi_sync.num_islands (2), which share them out",
+    ),
+    "a corpus twice": (
+        "[[data.sources]]\npath = 'a'\n[[data.sources]]\npath = 'a'",
+        'FILE:4: data.sources[1].path: ("a") is already that of data.sources[0]; remove one of them',
+    ),
+    "a data set that TorchTitan does not have": (
+        "[training]\ndataset = 'c5'",
+        'FILE:2: training.dataset: ("c5") is no data set of TorchTitan 0.3, which has c4, c4_test, c4_validation; prepare',
+    ),
+    "one to validate on": (
+        "[validation]\nenable = true\ndataset = 'c5'",
+        'FILE:3: validation.dataset: ("c5") is no data set of TorchTitan 0.3',
+    ),
+    "nothing that is compiled": (
+        "[compile]\ncomponents = ['modle']",
+        'FILE:2: compile.components: item 1 must be "model" or "loss", got "modle"; did you mean "model"?',
+    ),
+    "pipeline schedule": (
+        "[parallelism]\npipeline_parallel_schedule = 'Interleaved1F1F'",
+        "FILE:2: parallelism.pipeline_parallel_schedule: must be one of 1F1B, Interleaved1F1B, GPipe",
+    ),
+    "model without text": (
+        "[model]\nname = 'flux'",
+        'FILE:2: model.name: "flux" is no text model; there are llama3, qwen3, deepseek_v3, gpt_oss',
     ),
     "rule between settings": (
         "[lighthouse]\nheartbeat_timeout_s = 0.5",
@@ -207,6 +254,36 @@ ONE_MISTAKE = {
     "unfinished string": ('[training]\ndataset = """x\n\n', "FILE:4: is not valid TOML: Unterminated string"),
     "line break in a key": ('[training]\n"a\\nb" = 1', "FILE:2: training.a\\nb: unknown key"),
 }
+
+
+def test_what_is_not_used_or_spelt_in_capitals_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(
+        "[training]\ndataset = 'mine'\n[data]\nsources = [{path = 'a'}]\n[validation]\ndataset = 'mine'\n"
+        "[parallelism]\npipeline_parallel_schedule = 'interleaved1f1b'\n"
+    )
+    assert load_config(file)
+    file.write_text("[training]\ndataset = 'C4'\n[data]\nshards = 1\n[semi_sync]\nnum_islands = 2\n")
+    assert load_config(file)
+
+
+def test_sources_after_one_without_a_path_keep_their_numbers_and_lines(tmp_path: Path) -> None:
+    text = '[[data.sources]]\nweight = 2\n[[data.sources]]\npath = "a"\npresent = "x"\n[data]\nshards = 1\n'
+    assert [p.partition(": must")[0] for p in problems(tmp_path, text)] == [
+        "FILE:1: data.sources[0].path: is missing",
+        "FILE:5: data.sources[1].present",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel"]
+)
+def test_fr_22_settings_that_were_experimental_are_found_in_parallelism(tmp_path: Path, name: str) -> None:
+    (found,) = problems(tmp_path, f"[experimental]\n{name} = 2\n")
+    assert found.startswith(
+        f"FILE:2: experimental.{name}: gone in TorchTitan 0.3: it is in [parallelism] now"
+    )
+    assert found.endswith(f"write parallelism.{name}")
 
 
 @pytest.mark.parametrize(("text", "expected"), ONE_MISTAKE.values(), ids=ONE_MISTAKE.keys())
@@ -257,6 +334,10 @@ COMMAND_LINE = {
         "no_training.steps: unknown key; did you mean training.steps",
     ),
     "negation with a value": (["--no-checkpoint.enable=true"], "checkpoint.enable: takes no value"),
+    "wrong choice in a list": (
+        ["--model.converters", "quantize.linear.flaot8"],
+        'model.converters: item 1 must be "quantize.linear.float8", "quantize.linear.mx"',
+    ),
     "broken JSON": (["--data.sources", "[{]"], "data.sources: is not valid JSON"),
     "JSON of the wrong shape": (["--data.sources", "[3]"], "data.sources[0]: must be a table"),
     "typo in JSON": (
@@ -334,7 +415,10 @@ def test_deeply_nested_text_is_refused_not_a_crash(tmp_path: Path) -> None:
 def test_every_retired_key_is_refused_with_its_remedy(tmp_path: Path, key: str) -> None:
     section, _, leaf = key.rpartition(".")
     text = f'[{section}]\n{leaf} = "some value"' if section else f"[{key}]\nx = 1"
-    assert RETIRED[key] in problems(tmp_path, text)[0]
+    switched_on = ["--parallelism.pipeline_parallel_degree", "2"] if section == "parallelism" else []
+    if section.startswith("quantize."):
+        switched_on = ["--model.converters", json.dumps([section])]
+    assert RETIRED[key] in problems(tmp_path, text, *switched_on)[0]
 
 
 def test_retired_keys_are_accepted_with_a_note_where_they_change_nothing(tmp_path: Path) -> None:
