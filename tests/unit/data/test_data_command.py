@@ -124,6 +124,11 @@ def test_a_signal_ends_a_preparation_with_a_word_and_nothing_left(
         "16",
     ]
     before = signal.getsignal(signal.SIGTERM)
-    assert dispatch([*command, "--output", str(tmp_path / "out" / "corpus")]) == 130
+    # Shells start what runs in the background with SIGINT ignored, the test runner perhaps as well.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert dispatch([*command, "--output", str(tmp_path / "out" / "corpus")]) == 130
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     assert capsys.readouterr().err == "interrupted\n"
     assert not os.listdir(tmp_path / "out") and signal.getsignal(signal.SIGTERM) is before
