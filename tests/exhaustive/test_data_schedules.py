@@ -14,7 +14,7 @@ from tests.helpers.schedules import Schedule, source
 from tests.helpers.seeds import run_seeds
 from torchtitan_diloco.data.streams import Source
 
-SCHEDULES = int(os.environ.get("DILOCO_DATA_SCHEDULES", "500"))
+SCHEDULES = int(os.environ.get("DILOCO_DATA_SCHEDULES", "200"))
 SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))
 
 

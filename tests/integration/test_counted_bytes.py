@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.wan import emulated_wan, needs_root, running
 
+pytestmark = pytest.mark.slow
+
 SIZE = 1_500_000  # values: 6 MB in float32, six collectives of the bulk
 SLOTS = 3
 WIRES = ("fp32", "int8", "fp4_e3m0")

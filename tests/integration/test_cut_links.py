@@ -30,6 +30,8 @@ from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterStep
 from torchtitan_diloco.semi_sync.diloco import DiLoCo
 
+pytestmark = pytest.mark.slow
+
 SLOT = 2  # the one that is hit
 STEPS = 6
 SIZE = 100_003

@@ -134,6 +134,7 @@ OWNERS = {
 """Five islands, whose slices have owners."""
 
 
+@pytest.mark.slow
 def test_slices_of_five_islands_are_merged_by_their_owners(tmp_path):
     run_gloo(tmp_path, list(OWNERS.values()), timeout_s=150)
     for name, run in OWNERS.items():

@@ -40,7 +40,7 @@ def schedules(islands: int, overlap: int, kind: str) -> Iterator[Schedule]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", [0, 1, 2, 3])
-@pytest.mark.parametrize("islands", [2, 3])
+@pytest.mark.parametrize("islands", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_fault_at_every_message(islands: int, overlap: int, kind: str) -> None:
     """No two digests for one version, nothing counted twice, and progress within one window after the fault."""
     for schedule in schedules(islands, overlap, kind):

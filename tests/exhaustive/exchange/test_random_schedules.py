@@ -22,7 +22,7 @@ from tests.exhaustive.exchange.simulation import (
 )
 from tests.helpers.seeds import run_seeds
 
-SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "500"))
+SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "200"))
 SEED = int(os.environ.get("DILOCO_SEED", str(random.SystemRandom().randrange(2**31))))
 
 
