@@ -11,6 +11,8 @@ from tests.helpers import event_schema
 from tests.helpers.real_run import LocalRun, local_run, write_config
 from torchtitan_diloco.data.run_audit import audit_run
 
+pytestmark = pytest.mark.slow
+
 ARGUMENTS = ("--training.steps", "10")
 
 
