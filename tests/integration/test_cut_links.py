@@ -220,25 +220,30 @@ def test_fr35_a_confirmation_that_is_cut_off_still_ends_alike_on_both_islands(
     lighthouse, overlap, sides, tmp_path
 ):
     """The link is away for two seconds from the moment an island has merged and is about to say so."""
-    hits: list[int] = []
+    cut = threading.Event()
 
     def plant(islands: list[CutIsland]) -> None:
-        protocol = islands[0].transport._protocol
-        done = protocol.bulk_done
+        first, second = (island.transport._protocol for island in islands)
+        done, others_done = first.bulk_done, second.bulk_done
 
         def cut_first(attempt: tuple[int, str], payloads: Any) -> Any:
             if attempt[0] == SLOT:
-                hits.append(attempt[0])
                 for i in sides:
                     server = islands[i].transport._server
                     assert isinstance(server, ProxiedServer)
                     server.proxy.cut(2.0)
+                cut.set()
             return done(attempt, payloads)
 
-        protocol.bulk_done = cut_first  # type: ignore[method-assign]
+        def after_the_cut(attempt: tuple[int, str], payloads: Any) -> Any:
+            """Else the other's confirmation may be there before the link is away."""
+            assert attempt[0] != SLOT or cut.wait(timeout=10)
+            return others_done(attempt, payloads)
+
+        first.bulk_done, second.bulk_done = cut_first, after_the_cut  # type: ignore[method-assign]
 
     islands = run(lighthouse, tmp_path, overlap, plant)
-    assert hits
+    assert cut.is_set()
     first, second = check_same_bits(islands)
     assert first[SLOT]["committed"]
     assert max(first[SLOT]["exchange_s"], second[SLOT]["exchange_s"]) > 1.0, "nothing was cut"
