@@ -45,6 +45,7 @@ def read_islands(
         )
         return []
     found = []
+    taken: set[int] = set()
     nameless: list[IslandTable] = []
     for i, entry in enumerate(written):
         root: KeyPath = (KEY, i)
@@ -64,9 +65,10 @@ def read_islands(
         table = IslandTable(**(values or {"id": 0}), settings=layer.values)
         if values is None:
             nameless.append(table)
+        else:
+            taken.add(table.id)
         found.append(Island(table, layer, reader.at(root), reader.notes, reader.deferred))
     # Something must stand in place of a table without an id, or those after it would be called by its number.
-    taken = {island.table.id for island in found if all(island.table is not table for table in nameless)}
     free = (number for number in range(len(found)) if number not in taken)
     for table, number in zip(nameless, free, strict=False):
         table.id = number

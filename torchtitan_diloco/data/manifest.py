@@ -113,9 +113,8 @@ def _parse(data: dict[str, Any]) -> Manifest:
     )
     if manifest.digest != digest:
         raise ValueError("its digest does not fit its contents")
-    if not any(
-        record.name.endswith(".arrow") for record in manifest.files
-    ):  # of which the digest knows nothing
+    # Of these the digest knows nothing.
+    if not any(record.name.endswith(".arrow") for record in manifest.files):
         raise ValueError("it names no data files")
     return manifest
 

@@ -105,9 +105,14 @@ def drawn(seed: int) -> Schedule:
     rng = random.Random(seed)
     islands, fragments = rng.choice([2, 3]), rng.randint(1, 4)
     messages = 3 * islands * (islands - 1)  # of a slot without faults
-    numbers = rng.sample(range(6 * messages), rng.randint(1, 5))
-    faults = {n: Fault(rng.choice(KINDS), rng.uniform(0.5, 8.0)) for n in sorted(numbers)}
+    faults = _faults(rng, 6 * messages, 5)
     return Schedule(islands, 8, fragments, rng.randrange(fragments), faults, seed, more=2)
+
+
+def _faults(rng: random.Random, messages: int, most: int) -> dict[int, Fault]:
+    """From 1 to ``most`` faults among the first ``messages``."""
+    numbers = rng.sample(range(messages), rng.randint(1, most))
+    return {n: Fault(rng.choice(KINDS), rng.uniform(0.5, 8.0)) for n in sorted(numbers)}
 
 
 def drawn_with_owners(seed: int) -> Schedule:
@@ -115,8 +120,7 @@ def drawn_with_owners(seed: int) -> Schedule:
     rng = random.Random(seed)
     islands, fragments = rng.choice([5, 6]), rng.randint(1, 3)
     messages = 4 * islands * (islands - 1)  # of a slot without faults
-    numbers = rng.sample(range(4 * messages), rng.randint(1, 6))
-    faults = {n: Fault(rng.choice(KINDS), rng.uniform(0.5, 8.0)) for n in sorted(numbers)}
+    faults = _faults(rng, 4 * messages, 6)
     return Schedule(islands, 5, fragments, rng.randrange(fragments), faults, seed, more=1, lossy=True)
 
 

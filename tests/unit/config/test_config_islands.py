@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.config_values import changed, toml_values
+from tests.helpers.mistakes import problems
 from torchtitan_diloco.cli.run import island_ranks, require_ranks
 from torchtitan_diloco.cli.validate import main as validate
 from torchtitan_diloco.config.agreement import agreement
@@ -56,12 +57,6 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Resolved:
     file = tmp_path / "run.toml"
     file.write_text(text)
     return load_config(file, overrides)
-
-
-def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, text, *overrides)
-    return [p.replace(str(tmp_path / "run.toml"), "FILE") for p in caught.value.problems]
 
 
 def test_the_run_as_a_whole_knows_its_islands_and_their_number(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.config_values import changed
+from tests.helpers.mistakes import problems
 from torchtitan_diloco.cli import run
 from torchtitan_diloco.config.agreement import agreement, lockstep_agreement
 from torchtitan_diloco.config.fields import get, keys, put
-from torchtitan_diloco.config.load import ConfigError, load_config
+from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.rules import broken_relations
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import UserError
@@ -18,14 +19,6 @@ QUICKSTART = REPO / "train_configs" / "quickstart.toml"
 MEANINGLESS = {k for k in keys() if k.startswith(("semi_sync.codec.", "semi_sync.fragment"))}
 MEANINGLESS |= {"semi_sync.module_fqns_per_fragment", "semi_sync.overlap", "semi_sync.mix_alpha"}
 MEANINGLESS |= {"transport.kind", "transport.max_rate", "debug.dump_sends"}
-
-
-def problems(tmp_path: Path, text: str) -> list[str]:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(file)
-    return [p.replace(str(file), "FILE") for p in caught.value.problems]
 
 
 @pytest.mark.parametrize("key", sorted(MEANINGLESS))

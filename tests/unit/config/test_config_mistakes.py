@@ -9,17 +9,9 @@ import pytest
 import tomli_w
 
 from tests.helpers.light_cli import validate
+from tests.helpers.mistakes import problems
 from torchtitan_diloco.config.load import ConfigError, load_config
 from torchtitan_diloco.config.retired import HARMLESS, RETIRED
-
-
-def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(file, overrides)
-    return [p.replace(str(file), "FILE") for p in caught.value.problems]
-
 
 ONE_MISTAKE = {
     "typo in a key": (

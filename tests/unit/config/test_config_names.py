@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.light_cli import validate
-from torchtitan_diloco.config.load import ConfigError, load_config
+from tests.helpers.mistakes import problems
+from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.outer import names
 
 PLUGIN = """
@@ -18,14 +19,6 @@ from torchtitan_diloco.semi_sync.none import NoSync
 class Gossip(NoSync):
     pass
 """
-
-
-def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(file, overrides)
-    return [problem.replace(str(file), "FILE") for problem in caught.value.problems]
 
 
 def test_the_table_holds_what_the_registries_hold() -> None:

@@ -12,6 +12,11 @@ from torchtitan_diloco.data import writer
 from torchtitan_diloco.data.prepare import load_manifest, prepare
 
 
+def prepare_command(text: Path, tokenizer: Path, output: Path) -> list[str]:
+    words = ["--input", text, "--tokenizer", tokenizer, "--seq-len", 16, "--output", output]
+    return ["data", "prepare", *map(str, words)]
+
+
 def test_prepare_verify_and_inspect(
     text_file: Path, tokenizer_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,17 +60,7 @@ def test_an_existing_corpus_that_was_cut_off_is_not_taken_for_whole(
     text_file: Path, tokenizer_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "corpus"
-    command = [
-        "data",
-        "prepare",
-        "--input",
-        str(text_file),
-        "--tokenizer",
-        str(tokenizer_dir),
-        "--seq-len",
-        "16",
-    ]
-    command += ["--output", str(output)]
+    command = prepare_command(text_file, tokenizer_dir, output)
     assert dispatch(command) == 0
     whole = (output / "data-00000.arrow").read_bytes()
     (output / "data-00000.arrow").write_bytes(whole[:100])
@@ -113,21 +108,12 @@ def test_a_signal_ends_a_preparation_with_a_word_and_nothing_left(
     add = writer.CorpusWriter.add
     monkeypatch.setattr(writer.CorpusWriter, "add", lambda *a: (os.kill(os.getpid(), number), add(*a)))
     (tmp_path / "out").mkdir()
-    command = [
-        "data",
-        "prepare",
-        "--input",
-        str(text_file),
-        "--tokenizer",
-        str(tokenizer_dir),
-        "--seq-len",
-        "16",
-    ]
+    command = prepare_command(text_file, tokenizer_dir, tmp_path / "out" / "corpus")
     before = signal.getsignal(signal.SIGTERM)
     # Shells start what runs in the background with SIGINT ignored, the test runner perhaps as well.
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert dispatch([*command, "--output", str(tmp_path / "out" / "corpus")]) == 130
+        assert dispatch(command) == 130
     finally:
         signal.signal(signal.SIGINT, interrupt)
     assert capsys.readouterr().err == "interrupted\n"

@@ -46,9 +46,8 @@ def decide(folder: RunFolder, config: RunConfig, *, fresh: bool) -> Decision:
             Plan.REPLACE, f"{folder.path} holds a run that ended before its first inner step", earlier
         )
     before = load_config(earlier.config_file).config
-    unfinished = earlier.unfinished(
-        before.semi_sync.num_islands
-    )  # of its own number, not of the one asked for now
+    # Of its own number, not of the one asked for now.
+    unfinished = earlier.unfinished(before.semi_sync.num_islands)
     if not unfinished and config.training.steps <= before.training.steps:
         return Decision(
             Plan.ASIDE, f"{folder.path} holds a run that is done at step {before.training.steps}", earlier

@@ -60,10 +60,10 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
         ]
         manifests |= {source.path: s.digest for source, s in zip(view.data.sources, samples, strict=True)}
         for source, opened in zip(view.data.sources, samples, strict=True):
-            size = (
-                view.model.vocab_size
-            )  # where it is not written, only TorchTitan knows it, whose import takes seconds
-            require_vocabulary(path=source.path, needed=opened.vocab_size, size=size, written=True)
+            # Where the size is not written, only TorchTitan knows it, whose import takes seconds.
+            require_vocabulary(
+                path=source.path, needed=opened.vocab_size, size=view.model.vocab_size, written=True
+            )
         if samples:
             paths = ", ".join(source.path for source in view.data.sources)
             require_full_batches(view, [ranks[number]], sum(map(len, samples)), paths)
