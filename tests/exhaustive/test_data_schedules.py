@@ -72,3 +72,14 @@ def test_the_audit_equals_an_independent_account_of_ids(
               f"{counts['guests']} had a guest at the end")  # fmt: skip
     if schedules >= 500:  # the schedules hit what they are meant to hit
         assert second > schedules // 5 and lost > schedules // 20
+
+
+def test_an_island_that_committed_a_slot_alone_has_another_history_than_those_who_did_so_without_it(
+    tmp_path: Path,
+) -> None:
+    """Of two islands the one whose delta is not finite commits and is lost; the other commits the same anchor by itself.
+
+    Only the first has passed its samples over. The only such schedule in some 60,000.
+    """
+    schedule, report = one(tmp_path, 809304871)
+    assert len(schedule.truth.slots) == 6 and sum(row.lost for row in report.epochs) > 0

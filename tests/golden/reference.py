@@ -216,7 +216,8 @@ def replay(
         momenta[f] = momentum
         versions[f] += 1
         digest = sha256(anchors[f])
-        lineages[f] = hashlib.sha256(json.dumps([lineages[f], slot, f, digest, islands]).encode()).hexdigest()
+        entry = json.dumps([lineages[f], slot, f, digest, islands, sorted(sends)])
+        lineages[f] = hashlib.sha256(entry.encode()).hexdigest()
         results.append(
             Result(
                 slot,

@@ -44,7 +44,7 @@ class Account:
         for island in islands:
             self.share[island] = self.share.get(island, 0.0) + 1 / len(islands)
         read = hashlib.sha256(json.dumps(sorted(self.positions.items())).encode()).hexdigest()
-        self.lineage = link(self.lineage, step - 1, 0, read, sorted(islands))
+        self.lineage = link(self.lineage, step - 1, 0, read, sorted(islands), islands)
 
     def close_slot(self, following: int, digest: str) -> None:
         """The slot ends with parameters of this digest; ``following`` is the next."""

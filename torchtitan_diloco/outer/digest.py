@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 import torch
 import xxhash
@@ -31,7 +32,18 @@ def is_finite(flat: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
-def link(lineage: str, slot: int, fragment: int, anchor_digest: str, participants: list[int]) -> str:
-    """The next element of a run's lineage: a hash chain over its committed slots."""
-    entry = json.dumps([lineage, slot, fragment, anchor_digest, participants])
+def link(
+    lineage: str,
+    slot: int,
+    fragment: int,
+    anchor_digest: str,
+    participants: list[int],
+    members: Iterable[int],
+) -> str:
+    """The next element of a run's lineage: a hash chain over its committed slots.
+
+    members: all who take the result. If one of them commits and is lost, and the others do so in an attempt of their own, the
+    anchor is the same where it did not contribute, but not what was settled of its data.
+    """
+    entry = json.dumps([lineage, slot, fragment, anchor_digest, participants, sorted(members)])
     return hashlib.sha256(entry.encode()).hexdigest()

@@ -98,7 +98,7 @@ class OuterState:
         positions: of the streams that were read. members: everybody who takes the result, with what they hold.
         """
         old = self.states[fragment]
-        lineage = link(old.lineage, slot, fragment, advance.digest, participants)
+        lineage = link(old.lineage, slot, fragment, advance.digest, participants, members)
         new = FragmentState(
             advance.anchor, advance.momentum, old.version + 1, advance.digest, lineage, old.tokens + tokens
         )
