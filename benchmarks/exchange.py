@@ -171,7 +171,7 @@ def compare(wire: str, arguments: argparse.Namespace, shape: Shape) -> None:
     )
     print(f"ours:  {statistics.median(s.wall for s in slots[1]):.3f} s")
     for name, seconds in median_parts(slots[1]).items():
-        print(f"    {name:17} {1000 * seconds:7.1f} ms")
+        print(f"    {name:30} {1000 * seconds:7.1f} ms")
     print(
         f"ratio: {statistics.median(ratios):.3f}  (95 % interval {low:.3f} to {high:.3f}, {len(ratios)} pairs)"
     )

@@ -209,25 +209,17 @@ class Ours(Island):
 
 def watch(clock: Clock) -> None:
     """Time the parts of our slot."""
-    from torchtitan_diloco.exchange import protocol
     from torchtitan_diloco.exchange.bulk import GlooBulk
     from torchtitan_diloco.island.parameters import IslandParameters
     from torchtitan_diloco.outer import state
-    from torchtitan_diloco.outer.optimizer import OuterSGD
     from torchtitan_diloco.semi_sync import diloco
-    from torchtitan_diloco.semi_sync.merger import Merger
     from torchtitan_diloco.semi_sync.wire import Wire
 
     clock.watch(IslandParameters, "snapshot", "snapshot")
     clock.watch(diloco, "pseudo_gradient", "delta")
-    clock.watch(diloco, "is_finite", "delta finite?")
     clock.watch(Wire, "encode", "encode")
     clock.watch(GlooBulk, "exchange", "wire")
-    clock.watch(Merger, "__call__", "decode and merge")
-    clock.watch(protocol, "checksum", "checksum of merged")
-    clock.watch(OuterSGD, "step", "outer step")
-    clock.watch(state, "digest", "digest of anchor")
-    clock.watch(protocol, "is_finite", "anchor finite?")
+    clock.watch(state, "_advance", "merge, outer step and digests")
     clock.watch(IslandParameters, "scatter", "scatter")
 
 

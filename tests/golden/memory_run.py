@@ -12,7 +12,7 @@ from tests.golden.reference import Result
 from tests.golden.turns import Turns, TurnsTransport
 from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.memory import MemoryNet, Script
-from torchtitan_diloco.outer.merge import Contribution
+from torchtitan_diloco.outer.merge import Contribution, Merged
 
 
 def run_memory(
@@ -54,20 +54,19 @@ class WrongBit:
         self._at = at
         self.sizes, self.own = merge.sizes, merge.own
 
-    def __call__(
-        self, fragment: int, contributions: Sequence[Contribution]
-    ) -> tuple[torch.Tensor, list[float]]:
+    def __call__(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[Merged, list[float]]:
         merged, shares = self._merge(fragment, contributions)
         return self._spoil(merged), shares
 
-    def decode(self, fragment: int, payload: torch.Tensor) -> torch.Tensor:
+    def decode(self, fragment: int, payload: torch.Tensor) -> Merged:
         return self._spoil(self._merge.decode(fragment, payload))
 
-    def _spoil(self, merged: torch.Tensor) -> torch.Tensor:
+    def _spoil(self, merged: Merged) -> Merged:
         self._at -= 1
-        if self._at == -1:
-            merged.view(torch.int32)[0] ^= 1
-        return merged
+        if self._at != -1:
+            return merged
+        merged.whole().view(torch.int32)[0] ^= 1
+        return Merged.of(merged.delta)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
+import xxhash
 
 from tests.golden.codec_reference import Wire, decode, encode, noise_seed
 from tests.golden.slices_reference import Owned, Slot, encoded_again
@@ -125,6 +126,11 @@ def flatten(tensors: Tensors) -> np.ndarray:
     )
 
 
+def digest_of(flat: np.ndarray) -> str:
+    """SHA-256 of the XXH3-128 of the bytes."""
+    return hashlib.sha256(xxhash.xxh3_128_digest(flat.tobytes())).hexdigest()
+
+
 def sha256(flat: np.ndarray) -> str:
     return hashlib.sha256(flat.tobytes()).hexdigest()
 
@@ -215,7 +221,7 @@ def replay(
         anchors[f] = anchors[f] - update * number(outer.lr)
         momenta[f] = momentum
         versions[f] += 1
-        digest = sha256(anchors[f])
+        digest = digest_of(anchors[f])
         entry = json.dumps([lineages[f], slot, f, digest, islands, sorted(sends)])
         lineages[f] = hashlib.sha256(entry.encode()).hexdigest()
         results.append(

@@ -6,16 +6,14 @@ from typing import Protocol
 import torch
 
 from torchtitan_diloco.exchange.attempt import Bulk, Offer, Stage
-from torchtitan_diloco.outer.merge import Contribution
+from torchtitan_diloco.outer.merge import Contribution, Merged
 from torchtitan_diloco.outer.slices import FEW, Division, owners
 
 
 class Merge(Protocol):
     """How payloads become the merged delta. All but the call is asked for beyond ``slices.FEW`` members only."""
 
-    def __call__(
-        self, fragment: int, contributions: Sequence[Contribution]
-    ) -> tuple[torch.Tensor, list[float]]:
+    def __call__(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[Merged, list[float]]:
         """Of whole payloads: (merged delta, weights)."""
 
     def sizes(self, fragment: int) -> tuple[int, ...]:
@@ -26,7 +24,7 @@ class Merge(Protocol):
     ) -> tuple[torch.Tensor, list[float]]:
         """Of the slices that this island owns: (encoded merged slices, weights)."""
 
-    def decode(self, fragment: int, payload: torch.Tensor) -> torch.Tensor:
+    def decode(self, fragment: int, payload: torch.Tensor) -> Merged:
         """The merged delta from the encoded merged slices of all owners."""
 
 

@@ -28,7 +28,6 @@ from torchtitan_diloco.exchange.messages import (
     Message,
     Outcome,
 )
-from torchtitan_diloco.outer.digest import checksum, is_finite
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, call_roll
 from torchtitan_diloco.outer.state import OuterStep
@@ -88,7 +87,7 @@ class SlotProtocol:
     def bulk_done(self, attempt: tuple[int, str], payloads: dict[int, torch.Tensor]) -> list[Effect]:
         """What the other members have sent in the stage of the attempt's bulk is here, by island; so is its own part.
 
-        payloads: emptied, so that their memory is free for what is made of them.
+        payloads: used up, but for its own.
         """
         offer = self._open(attempt)
         if offer is None or offer.phase is not Phase.BULK:
@@ -103,12 +102,14 @@ class SlotProtocol:
             return [second_bulk(offer, part)]
         else:
             merged, weights = self.merge.decode(fragment, offer.division.join(payloads)), [*offer.weights]
-        payloads.clear()
-        merged_sum = checksum(merged)  # the momentum may differ where the anchor rounds to the same bits
         advance = offer.outer_step(merged)
-        if not is_finite(advance.anchor):  # the same bytes everywhere, so everybody sees it
+        if not advance.finite:  # the same bytes everywhere, so everybody sees it
             return self._fail(offer, "the outer step is not finite")
-        offer.advance, offer.weights, offer.digest = advance, tuple(weights), f"{advance.digest} {merged_sum}"
+        offer.advance, offer.weights, offer.digest = (
+            advance,
+            tuple(weights),
+            f"{advance.digest} {advance.merged}",
+        )
         offer.phase = Phase.CONFIRM
         offer.confirms[self.me.island] = offer.digest
         return [*self._tell(offer, Confirm(attempt[1], attempt[0], offer.digest)), *self._settle(offer)]
@@ -326,7 +327,8 @@ class SlotProtocol:
         assert offer.roll is not None and offer.epoch is not None
         headers = {m.island: a.header for m, a in self.headers[(offer.slot, offer.epoch.id)].items()}
         return [
-            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i]) for i in offer.roll.contributors
+            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i], spare=i != self.me.island)
+            for i in offer.roll.contributors
         ]
 
     def _settle(self, offer: Offer) -> list[Effect]:

@@ -8,11 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_diloco.outer import buffers
-
-PIECE = 1 << 18
-"""Values that a thread works on at a time: what it needs of them stays in the caches."""
-
 
 @dataclass(frozen=True, slots=True)
 class OuterSGD:
@@ -32,35 +27,23 @@ class OuterSGD:
         return self.momentum != 0.0
 
     def step(
-        self, anchor: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One outer step.
-
-        anchor, delta, momentum: 1-D, same length and dtype; momentum is None at the first step or when none is kept.
-        Returns the new anchor and momentum; the old ones stay as they are, since a heal in progress may read them. The
-        delta is used up: its memory becomes the momentum's.
-        """
-        new = buffers.empty(anchor.numel(), anchor.dtype)
-        length = PIECE * torch.get_num_threads()
-        scratch = torch.empty(min(length, anchor.numel()), dtype=anchor.dtype)
-        for start in range(0, anchor.numel(), length):
-            here = slice(start, start + length)
-            old = None if momentum is None else momentum[here]
-            self._step(anchor[here], delta[here], old, new[here], scratch[: new[here].numel()])
-        return new, delta if self.keeps_momentum else None
-
-    def _step(
         self,
         anchor: torch.Tensor,
         delta: torch.Tensor,
         momentum: torch.Tensor | None,
         new: torch.Tensor,
-        velocity: torch.Tensor,
+        scratch: torch.Tensor,
     ) -> None:
-        """A piece of it. new: becomes the anchor. delta: becomes the momentum. velocity: scratch."""
+        """One outer step, of whole tensors or of a piece of them.
+
+        All are 1-D, of the same length and dtype. anchor, momentum (None at the first step, or where none is kept): left as
+        they are, since a heal in progress may read them. new: becomes the anchor. delta: becomes the momentum, where it is
+        kept. scratch: overwritten.
+        """
         if not self.keeps_momentum:
             torch.mul(delta, self.lr, out=new)
         else:
+            velocity = scratch
             if momentum is None:
                 velocity.zero_()
             else:

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from torchtitan_diloco.outer.digest import digest, link
+from torchtitan_diloco.outer import buffers
+from torchtitan_diloco.outer.digest import Checksum, digest, is_finite, link
 from torchtitan_diloco.outer.fragments import Fragment
+from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
+from torchtitan_diloco.outer.pieces import piece_length
 from torchtitan_diloco.outer.shares import Holds
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,21 @@ class FragmentState:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Where an outer step takes a fragment; in force once its slot is committed. digest: of the anchor."""
+    """Where an outer step takes a fragment; in force once its slot is committed.
+
+    digest: of the anchor. merged: checksum of the delta that led there; where the anchor rounds to the same bits, the
+    momentum may differ. finite: the anchor is.
+    """
 
     anchor: torch.Tensor
     momentum: torch.Tensor | None
     digest: str
+    merged: str
+    finite: bool
 
 
-OuterStep = Callable[[torch.Tensor], Advance]
-"""From a slot's merged delta (1-D, the fragment's length; used up) to where it leads. Callable in any thread."""
+OuterStep = Callable[[Merged], Advance]
+"""From a slot's merged delta (the fragment's length; used up) to where it leads. Callable in any thread."""
 
 
 @dataclass(slots=True)
@@ -192,9 +201,20 @@ class OuterState:
         self.slot = int(description["slot"])
 
 
-def _advance(optimizer: OuterSGD, state: FragmentState, merged: torch.Tensor) -> Advance:
-    anchor, momentum = optimizer.step(state.anchor, merged, state.momentum)
-    return Advance(anchor, momentum, digest(anchor))
+def _advance(optimizer: OuterSGD, state: FragmentState, merged: Merged) -> Advance:
+    """The outer step with its checks, in one pass over the memory: piece by piece, as the merged delta comes into being."""
+    delta, old = merged.delta, state.momentum
+    anchor = buffers.empty(delta.numel(), delta.dtype)
+    before, after, finite = Checksum(), Checksum(), True
+    scratch = torch.empty(min(piece_length(), delta.numel()), dtype=delta.dtype)
+    for here in merged.pieces_of(piece_length()):
+        new, momentum = anchor[here], None if old is None else old[here]
+        before.add(delta[here])
+        optimizer.step(state.anchor[here], delta[here], momentum, new, scratch[: new.numel()])
+        after.add(new)
+        finite = finite and is_finite(new)
+    momentum = delta if optimizer.keeps_momentum else None
+    return Advance(anchor, momentum, after.digest(), before.hex(), finite)
 
 
 def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

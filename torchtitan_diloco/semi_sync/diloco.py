@@ -19,7 +19,6 @@ from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.delta import pseudo_gradient
-from torchtitan_diloco.outer.digest import is_finite
 from torchtitan_diloco.outer.fragments import Fragment, fingerprint
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
@@ -243,7 +242,7 @@ class DiLoCo(SemiSync):
                 self._dump(f"slot-{slot:06d}", [(index, local)])
             state = self.outer.states[index]
             flight.version = state.version
-            delta = pseudo_gradient(fragment, state.anchor, local)
+            delta, finite = pseudo_gradient(fragment, state.anchor, local)
             header = Header(
                 island=self.setup.island,
                 slot=slot,
@@ -254,7 +253,7 @@ class DiLoCo(SemiSync):
                 tokens_total=state.tokens,
                 steps=self.steps[index],
                 tokens=self.tokens[index],
-                finite=is_finite(delta),
+                finite=finite,
                 **self.data.header(self.outer),
             )
             flight.finite = header.finite

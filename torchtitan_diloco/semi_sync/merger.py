@@ -8,7 +8,7 @@ import torch
 from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.codec import Codec, SlicedPlan, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
-from torchtitan_diloco.outer.merge import Contribution, Weight, mean, weights
+from torchtitan_diloco.outer.merge import Contribution, Merged, Weight, mean, weights
 from torchtitan_diloco.outer.slices import cut
 
 
@@ -38,9 +38,7 @@ class Merger:
         self._residuals: list[dict[int, torch.Tensor]] = [{} for _ in fragments]  # by slice
         self._candidates: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # fragment -> slot, by slice
 
-    def __call__(
-        self, fragment: int, contributions: Sequence[Contribution]
-    ) -> tuple[torch.Tensor, list[float]]:
+    def __call__(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[Merged, list[float]]:
         """Decode and merge whole payloads: (merged delta, weights)."""
         self._candidates.pop(fragment, None)
         return mean(contributions, self._weight, self._plans[fragment])
@@ -65,9 +63,8 @@ class Merger:
             part = plan.slices[j]
             here = slice(low, low + part.nbytes)
             low += part.nbytes
-            merged, _ = mean(
-                [replace(c, payload=c.payload[here]) for c in contributions], self._weight, part.plan
-            )
+            parts = [replace(c, payload=c.payload[here], spare=False) for c in contributions]
+            merged = mean(parts, self._weight, part.plan)[0].whole()
             if not self._error_feedback:
                 part.plan.encode(merged, encoded[here], seed, first=part.start)
                 continue
@@ -79,12 +76,12 @@ class Merger:
         self._candidates[fragment] = (slot, candidates)
         return encoded, weights([(c.steps, c.tokens) for c in contributions], self._weight)
 
-    def decode(self, fragment: int, payload: torch.Tensor) -> torch.Tensor:
+    def decode(self, fragment: int, payload: torch.Tensor) -> Merged:
         """The merged delta from all slices as their owners encoded them."""
         plan = self._plans[fragment]
-        merged = buffers.empty(plan.numel, plan.dtype)
-        plan.decode(payload, merged)
-        return merged
+        delta = buffers.empty(plan.numel, plan.dtype)
+        plan.decode(payload, delta)
+        return Merged.of(delta)
 
     def settle(self, fragment: int, slot: int, committed: bool) -> None:
         """The slot is over. If it was merged by owners, this island's residuals are now those of the slices it owned."""

@@ -22,6 +22,7 @@ from torchtitan_diloco.exchange.memory import (
 )
 from torchtitan_diloco.exchange.transport import Hello
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
+from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import Advance, OuterState
@@ -109,9 +110,9 @@ class Actor:
         self.sim.offered(slot)
         take = self.state.outer_step(fragment)
 
-        def outer_step(merged: torch.Tensor) -> Advance:
-            self.merged[slot] = merged.clone()
-            return take(merged)
+        def outer_step(merged: Merged) -> Advance:
+            self.merged[slot] = merged.whole().clone()
+            return take(Merged.of(merged.delta))
 
         self.transport.offer(header, self.wire.encode(fragment, slot, delta), outer_step)
 

@@ -1,6 +1,6 @@
 """Whole runs, inner training included, against a NumPy simulation of all of it, in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.outer.fragments import Fragment, TensorSpec
-from torchtitan_diloco.outer.merge import Contribution, Weight, mean
+from torchtitan_diloco.outer.merge import Contribution, Merged, Weight, mean
 from torchtitan_diloco.semi_sync import Setup, make_method
 from torchtitan_diloco.semi_sync.diloco import DiLoCo, Flight
 
@@ -68,16 +68,18 @@ class Float64Plan:
     """In place of a codec's plan: deltas travel as they are."""
 
     dtype = torch.float64
+    in_place = False
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
 
-    def weighted_sum(
+    def sum_by_pieces(
         self, payloads: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
-    ) -> None:
+    ) -> Iterator[slice]:
         torch.mul(payloads[0], shares[0], out=out)
         for payload, share in zip(payloads[1:], shares[1:], strict=True):
             out += payload * share
+        yield slice(0, self.numel)
 
 
 class Float64Wire:
@@ -100,9 +102,7 @@ class Float64Wire:
     def sizes(self, fragment: int) -> tuple[int, ...]:
         return (8 * self.plans[fragment].numel,)
 
-    def __call__(
-        self, fragment: int, contributions: Sequence[Contribution]
-    ) -> tuple[torch.Tensor, list[float]]:
+    def __call__(self, fragment: int, contributions: Sequence[Contribution]) -> tuple[Merged, list[float]]:
         return mean(contributions, self.weight, self.plans[fragment])  # type: ignore[arg-type]
 
 

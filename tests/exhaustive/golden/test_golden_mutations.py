@@ -36,7 +36,7 @@ EXCHANGE_LATE = """        while self.next_slot < self.clock.reached(step) and n
         return step"""
 
 FAULTS = [
-    Fault("sign of the delta", delta, "torch.sub(anchor, local, ", "torch.sub(local, anchor, ", PLAIN),
+    Fault("sign of the delta", delta, "torch.sub(start, delta, ", "torch.sub(delta, start, ", PLAIN),
     Fault("sign of the update", optimizer, "torch.sub(anchor, new, out=new)", "torch.add(anchor, new, out=new)", PLAIN),
     Fault("momentum taken on the delta too", optimizer, "velocity += delta", "velocity += delta * self.momentum", PLAIN),
     Fault("lr inside the momentum", optimizer, "velocity += delta", "velocity += delta * self.lr", PLAIN),
@@ -67,7 +67,7 @@ FAULTS = [
     Fault("momentum not kept", state, "advance.anchor, advance.momentum, old", "advance.anchor, None, old", PLAIN),
     Fault("momentum one slot late", state, "advance.anchor, advance.momentum, old",
           "advance.anchor, old.momentum, old", PLAIN),
-    Fault("digest of the old anchor", state, "momentum, digest(anchor))", "momentum, state.digest)", PLAIN),
+    Fault("digest of the old anchor", state, "momentum, after.digest(),", "momentum, state.digest,", PLAIN),
     Fault("version not counted", state, "old.version + 1, advance", "old.version, advance", PLAIN),
     Fault("lineage without its history", state, "link(old.lineage, slot", 'link("", slot', PLAIN),
     Fault("committed tokens not added up", state, "lineage, old.tokens + tokens\n", "lineage, tokens\n", PLAIN),

@@ -17,7 +17,7 @@ from torchtitan_diloco.exchange.protocol import Merge
 from torchtitan_diloco.exchange.transport import Hello, Joined
 from torchtitan_diloco.outer.codec import make_codec
 from torchtitan_diloco.outer.fragments import TensorSpec, whole_model
-from torchtitan_diloco.outer.merge import Weight, mean
+from torchtitan_diloco.outer.merge import Merged, Weight, mean
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import Advance, OuterState
@@ -77,9 +77,9 @@ class Gateway:
         whole = torch.full((SIZE,), delta).view(torch.uint8) if payload is None else payload
         take = s.outer_step(0)
 
-        def outer_step(merged: torch.Tensor) -> Advance:
-            self.merged = merged.clone()
-            return take(merged)
+        def outer_step(merged: Merged) -> Advance:
+            self.merged = merged.whole().clone()
+            return take(Merged.of(merged.delta))
 
         self.transport.offer(header, whole, outer_step)
 
@@ -151,7 +151,9 @@ def test_islands_with_different_weights_found_from_the_lowest_id(lighthouse: Lig
 def test_the_longest_history_wins_whatever_the_id(lighthouse: LighthouseConfig) -> None:
     """FR-06: an island with history and a fresh one start together."""
     a, b = Gateway(lighthouse, 0, value=2.0), Gateway(lighthouse, 1, value=1.0)
-    b.state.commit(0, 0, b.state.outer_step(0)(torch.zeros(SIZE)), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}})
+    b.state.commit(
+        0, 0, b.state.outer_step(0)(Merged.of(torch.zeros(SIZE))), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}}
+    )
     joined_a, joined_b = together(partial(a.join, 2), partial(b.join, 2, step=17))
     assert isinstance(joined_a, Joined) and isinstance(joined_b, Joined)
     assert joined_b.heals == () and joined_b.step == 17

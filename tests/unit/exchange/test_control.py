@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_diloco.exchange.control import ControlServer, PeerClient
 from torchtitan_diloco.outer.fragments import TensorSpec, whole_model
+from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.state import OuterState
 
@@ -30,7 +31,7 @@ def state() -> OuterState:
 
 
 def commit(state: OuterState) -> None:
-    state.commit(state.slot, 0, state.outer_step(0)(torch.ones(SIZE)), [0], 10, {}, {})
+    state.commit(state.slot, 0, state.outer_step(0)(Merged.of(torch.ones(SIZE))), [0], 10, {}, {})
 
 
 def test_a_state_that_nobody_reads_goes_with_the_next(server, state):

@@ -171,6 +171,19 @@ def test_a_weighted_sum_is_its_steps_to_the_bit(wire, offset):
     assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_sum_of_plain_values_may_lie_in_the_memory_of_any_of_them(number):
+    numel, shares = 20_001, [0.5, 1 / 3, 1 / 6]
+    plan = make_codec("fp32").prepare(numel, cached_values=8192)
+    buffers = [gaussian(numel, seed).view(torch.uint8) for seed in range(3)]
+    expected = torch.empty(numel)
+    plan.weighted_sum(buffers, shares, expected)
+    total = buffers[number].view(torch.float32)
+    pieces = list(plan.sum_by_pieces(buffers, shares, total))
+    assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
+    assert [p.start for p in pieces] == [0, 8192, 16384] and pieces[-1].stop == numel
+
+
 @pytest.mark.parametrize("wire", WIRES, ids=name_of)
 def test_the_error_is_what_decoding_loses_and_may_replace_the_values(wire):
     numel = 20_001

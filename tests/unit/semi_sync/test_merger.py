@@ -39,14 +39,15 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:  # fmt: skip
     """A slot through its owners: what everybody takes, the exact merge, the weights."""
     sent = contributions(islands, slot)
-    exact, shares = islands[0].merge(0, sent)
+    made, shares = islands[0].merge(0, sent)
+    exact = made.whole()
     division = Division(owners, islands[0].merge.sizes(0))
     parts = {}
     for i, wire in enumerate(islands):
         cut = [Contribution(c.island, c.steps, c.tokens, division.part(c.payload, i)) for c in sent]
         parts[i], found = wire.merge.own(0, slot, division.of(i), cut)
         assert found == shares and parts[i].numel() == division.nbytes(i)
-    merged = islands[0].merge.decode(0, division.join(parts))
+    merged = islands[0].merge.decode(0, division.join(parts)).whole()
     for wire in islands:
         if settle:
             wire.settle(0, slot, committed, committed)

@@ -1,7 +1,7 @@
 """What a codec is, and the plan that walks it over a long tensor in pieces that stay in the processor's cache."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -117,6 +117,7 @@ class Plan:
         self._padded = torch.zeros(tail, device=device)
         self._share = torch.empty((), device=device)
         self._decoded = torch.empty(size if numel >= size else tail, device=device)
+        self._total = torch.empty_like(self._decoded if codec.is_plain else self._share)
 
     def _cut(self, size: int, full: Kernel | None, tail: Kernel | None) -> tuple[Chunk, ...]:
         lengths = self.codec.sections(self.numel)
@@ -180,18 +181,53 @@ class Plan:
         """``accumulator += share * decoded``, product and sum each rounded to float32, in one pass over memory."""
         self._decode(buffer, accumulator, share, add=True)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the ``out`` of a weighted sum may be the memory of one of its buffers."""
+        return self.codec.is_plain
+
     def weighted_sum(
         self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
     ) -> None:
         """``out = (share_0 * decoded_0 + share_1 * decoded_1) + ...``: ``decode_scaled`` of the first, then ``decode_add``
         of the others in turn, bit for bit, with ``out`` going through memory once."""
+        for _ in self.sum_by_pieces(buffers, shares, out):
+            pass
+
+    def sum_by_pieces(
+        self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
+    ) -> Iterator[slice]:
+        """``weighted_sum`` at the pace of whoever iterates: each range of ``out``, as soon as its values are there."""
         for buffer in buffers:
             check_flat(buffer, torch.uint8, self.nbytes)
         check_flat(out, torch.float32, self.numel)
+        numbers = self._numbers(buffers)
         for chunk in self._chunks:
             target = out[chunk.start : chunk.stop]
-            for number, (buffer, share) in enumerate(zip(buffers, shares, strict=True)):
-                self._decode_chunk(chunk, buffer, target, share, add=number > 0)
+            if numbers:
+                self._sum_numbers(chunk, numbers, shares, target)
+            else:
+                for number, (buffer, share) in enumerate(zip(buffers, shares, strict=True)):
+                    self._decode_chunk(chunk, buffer, target, share, add=number > 0)
+            yield slice(chunk.start, chunk.stop)
+
+    def _numbers(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The buffers as the float32 values that they hold, if there is nothing to decode."""
+        if not self.codec.is_plain or any(buffer.data_ptr() % self.dtype.itemsize for buffer in buffers):
+            return []
+        return [buffer.view(self.dtype) for buffer in buffers]
+
+    def _sum_numbers(
+        self, chunk: Chunk, numbers: Sequence[torch.Tensor], shares: Sequence[float], target: torch.Tensor
+    ) -> None:
+        """A chunk of the sum, written once all of the numbers are read: the target may be among them."""
+        here, count = slice(chunk.start, chunk.stop), target.numel()
+        total, product = self._total[:count], self._decoded[:count]
+        for i, (values, share) in enumerate(zip(numbers, shares, strict=True)):
+            last = target if i == len(numbers) - 1 else total
+            torch.mul(values[here], self._share.fill_(share), out=product if i else last)
+            if i:
+                torch.add(total, product, out=last)
 
     def _decode(self, buffer: torch.Tensor, out: torch.Tensor, share: float | None, *, add: bool) -> None:
         check_flat(buffer, torch.uint8, self.nbytes)
@@ -205,12 +241,6 @@ class Plan:
         kernel, count = chunk.kernel, target.numel()
         if share is not None:
             self._share.fill_(share)
-            if self.codec.is_plain and buffer.data_ptr() % target.itemsize == 0:  # nothing to decode
-                product = self._decoded[:count] if add else target
-                torch.mul(buffer.view(target.dtype)[chunk.start : chunk.stop], self._share, out=product)
-                if add:
-                    target.add_(product)
-                return
         for section, (low, high) in zip(kernel.sections, chunk.bytes, strict=True):
             section[: high - low].copy_(buffer[low:high])
         direct = not add and count == kernel.size

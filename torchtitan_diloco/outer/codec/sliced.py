@@ -1,6 +1,6 @@
 """A plan for tensors whose slices are encoded apart, so that each can be sent to another island."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,7 @@ class SlicedPlan:
             low += plan.nbytes
         self.slices = tuple(slices)
         self.nbytes = low
+        self.in_place = codec.is_plain  # as in ``Plan``
 
     def encode(
         self,
@@ -69,11 +70,20 @@ class SlicedPlan:
         self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
     ) -> None:
         """As ``Plan.weighted_sum``."""
+        for _ in self.sum_by_pieces(buffers, shares, out):
+            pass
+
+    def sum_by_pieces(
+        self, buffers: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor
+    ) -> Iterator[slice]:
+        """As ``Plan.sum_by_pieces``."""
         for buffer in buffers:
             check_flat(buffer, torch.uint8, self.nbytes)
         check_flat(out, torch.float32, self.numel)
         for s in self.slices:
-            s.plan.weighted_sum([b[s.low : s.high] for b in buffers], shares, out[s.start : s.stop])
+            parts = [buffer[s.low : s.high] for buffer in buffers]
+            for piece in s.plan.sum_by_pieces(parts, shares, out[s.start : s.stop]):
+                yield slice(s.start + piece.start, s.start + piece.stop)
 
     def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
