@@ -30,30 +30,26 @@ class OuterSGD:
         self,
         anchor: torch.Tensor,
         delta: torch.Tensor,
+        old: torch.Tensor | None,
         momentum: torch.Tensor | None,
-        new: torch.Tensor,
         scratch: torch.Tensor,
     ) -> None:
-        """One outer step, of whole tensors or of a piece of them.
+        """One outer step, of whole tensors or of a piece of them. All are 1-D, of the same length and dtype.
 
-        All are 1-D, of the same length and dtype. anchor, momentum (None at the first step, or where none is kept): left as
-        they are, since a heal in progress may read them. new: becomes the anchor. delta: becomes the momentum, where it is
-        kept. scratch: overwritten.
+        anchor, old (the momentum; None at the first step, or where none is kept): left as they are, since a heal in progress
+        may read them. delta: becomes the new anchor. momentum: becomes the new one; None where none is kept. scratch:
+        overwritten.
         """
-        if not self.keeps_momentum:
-            torch.mul(delta, self.lr, out=new)
-        else:
-            velocity = scratch
-            if momentum is None:
-                velocity.zero_()
+        if momentum is not None:
+            if old is None:
+                momentum.zero_()
             else:
-                torch.mul(momentum, self.momentum, out=velocity)
-            velocity += delta
+                torch.mul(old, self.momentum, out=momentum)
+            momentum += delta
             if self.nesterov:
-                torch.mul(velocity, self.momentum, out=new)
-                new += delta
-                new *= self.lr
+                torch.mul(momentum, self.momentum, out=scratch)
+                delta += scratch
             else:
-                torch.mul(velocity, self.lr, out=new)
-            delta.copy_(velocity)
-        torch.sub(anchor, new, out=new)
+                delta.copy_(momentum)
+        delta *= self.lr
+        torch.sub(anchor, delta, out=delta)

@@ -4,8 +4,12 @@ from collections.abc import Iterator
 
 import torch
 
-PIECE = 1 << 17
-"""Values that a thread works on at a time: with what else it needs of them, they stay in its cache."""
+PIECE = 1 << 18
+"""Values that a thread works on at a time: few enough that they stay in the caches, and so many that calls cost little.
+
+1 MB of float32. Merging and stepping 50 million values took 14 to 22 % longer with half of it, as long with twice as many (2
+cores with 1 MB of second-level cache each, 32 MB of third).
+"""
 
 
 def piece_length() -> int:

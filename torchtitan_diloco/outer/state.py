@@ -204,17 +204,22 @@ class OuterState:
 def _advance(optimizer: OuterSGD, state: FragmentState, merged: Merged) -> Advance:
     """The outer step with its checks, in one pass over the memory: piece by piece, as the merged delta comes into being."""
     delta, old = merged.delta, state.momentum
-    anchor = buffers.empty(delta.numel(), delta.dtype)
-    before, after, finite = Checksum(), Checksum(), True
+    momentum = buffers.empty(delta.numel(), delta.dtype) if optimizer.keeps_momentum else None
     scratch = torch.empty(min(piece_length(), delta.numel()), dtype=delta.dtype)
+    before, after, finite = Checksum(), Checksum(), True
     for here in merged.pieces_of(piece_length()):
-        new, momentum = anchor[here], None if old is None else old[here]
-        before.add(delta[here])
-        optimizer.step(state.anchor[here], delta[here], momentum, new, scratch[: new.numel()])
-        after.add(new)
-        finite = finite and is_finite(new)
-    momentum = delta if optimizer.keeps_momentum else None
-    return Advance(anchor, momentum, after.digest(), before.hex(), finite)
+        piece = delta[here]
+        before.add(piece)
+        optimizer.step(
+            state.anchor[here],
+            piece,
+            None if old is None else old[here],
+            None if momentum is None else momentum[here],
+            scratch[: piece.numel()],
+        )
+        after.add(piece)
+        finite = finite and is_finite(piece)
+    return Advance(delta, momentum, after.digest(), before.hex(), finite)
 
 
 def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

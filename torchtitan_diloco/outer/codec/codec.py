@@ -7,8 +7,10 @@ from itertools import accumulate
 
 import torch
 
-CACHED_VALUES = 1 << 17
-"""Values a CPU works on at a time: with their scratch they fit in a core's second-level cache."""
+from torchtitan_diloco.outer.pieces import PIECE
+
+CACHED_VALUES = PIECE
+"""Values a CPU works on at a time."""
 
 LAUNCHED_VALUES = 1 << 24
 """Values an accelerator works on at a time: there the price is a kernel launch, and 256 MB of scratch are cheap."""
