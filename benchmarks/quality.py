@@ -33,6 +33,11 @@ ARMS: dict[str, list[str]] = {
     "fp4_e3m0": ["--semi_sync.codec.wire", "fp4_e3m0"],
     "int4, feedback": ["--semi_sync.codec.wire", "int4", "--semi_sync.codec.error_feedback"],
     "fp4_e3m0, feedback": ["--semi_sync.codec.wire", "fp4_e3m0", "--semi_sync.codec.error_feedback"],
+    "topk 1 %": ["--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.01"],
+    "topk 1 %, feedback": [
+        *("--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.01"),
+        "--semi_sync.codec.error_feedback",
+    ],
     "topk 0.1 %": ["--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.001"],
     "topk 0.1 %, feedback": [
         *("--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.001"),
