@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         path, overrides = take_config_file(arguments)
-        loaded = load_config(path, overrides).one_island()
+        loaded = load_config(path, overrides).with_model().one_island()
         require_torchrun(arguments)
         resolved = loaded
         find_lighthouse(loaded)
