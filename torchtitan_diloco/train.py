@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_diloco.config.load import Resolved, load_config, take_config_file
+from torchtitan_diloco.config.reach import await_lighthouse
 from torchtitan_diloco.config.translate import island_folder
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.observe.events import INCARNATION, Trace
+from torchtitan_diloco.observe.reading import read_state
 from torchtitan_diloco.process import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,21 @@ def require_torchrun(arguments: Sequence[str]) -> None:
             f"this process is no rank of a job ({', '.join(missing)} not set): start it with `{command}`, or a whole run on "
             "this machine with `torchtitan-diloco run FILE.toml`"
         )
+
+
+def find_lighthouse(resolved: Resolved) -> None:
+    """Raises UserError where an island that has not finished would look for its Lighthouse in vain, minutes later.
+
+    Once for the island: on its first rank, which is the one to talk to the Lighthouse.
+    """
+    state = read_state(island_folder(resolved.config))
+    if int(os.environ["RANK"]) == 0 and (state is None or state.state != "done"):
+        await_lighthouse(resolved.config, say)
+
+
+def say(words: str) -> None:
+    sys.stderr.write(f"{words}\n")
+    sys.stderr.flush()
 
 
 def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
@@ -101,9 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         path, overrides = take_config_file(arguments)
-        loaded = load_config(path, overrides).one_island()
+        loaded = load_config(path, overrides).with_model().one_island()
         require_torchrun(arguments)
         resolved = loaded
+        find_lighthouse(loaded)
         from torchtitan_diloco.configure import trainer_config
 
         train(trainer_config(resolved))

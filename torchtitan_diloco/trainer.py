@@ -114,10 +114,11 @@ class DiLoCoTrainer(Trainer):
         if isinstance(self.checkpointer, IslandCheckpointManager) and self.step > 0:
             required = self.config.semi_sync.method != "none"
             self.checkpointer.restore_outer(self.step, self.method.restore, self.group.is_gateway, required)
-        last = self.step >= self.config.training.steps and not self.method.complete()
+        saved = self._is_complete()
         try:
             self._go_on(self.method.join(self.step))
-            if last:  # only an exchange was left to do: its result belongs into the checkpoint
+            # Only an exchange was left to do, or another island's final state to take: it belongs into the checkpoint.
+            if not saved and self.step >= self.config.training.steps:
                 self.checkpointer.save(self.step, last_step=True)
         except Resumable as stopped:
             self.drained = True
@@ -149,7 +150,7 @@ class DiLoCoTrainer(Trainer):
 
     def train(self) -> None:
         super().train()
-        self.finished = self.step >= self.config.training.steps and self.method.complete()
+        self.finished = self._is_complete()
         if not self.finished and not self.drained:  # asked to stop in the very last exchange
             self.trace.state("resume", self.drain.reason)
 
@@ -162,6 +163,9 @@ class DiLoCoTrainer(Trainer):
                 self.trace.state("done")
             self.trace.close()
         super().close()
+
+    def _is_complete(self) -> bool:
+        return self.step >= self.config.training.steps and self.method.complete()
 
     # ---- their parts -----------------------------------------------------------------------------------------------
 

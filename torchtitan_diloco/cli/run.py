@@ -111,7 +111,7 @@ def main(argv: Sequence[str], edges: Edges | None = None) -> int:
     for name in overrides:
         if name.partition("=")[0] == "--island.id":
             raise UserError("island.id: `run` numbers its islands itself, from 0; leave it out")
-    config = load_config(options.file, overrides).config
+    config = load_config(options.file, overrides).with_model().config
     request = Request(
         config=config,
         ranks=island_ranks(options.ranks, config),

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     loaded, problems = [], []
     for file in files:
         try:
-            loaded.append(load_config(file, overrides))
+            loaded.append(load_config(file, overrides).with_model())
         except ConfigError as e:
             problems += e.problems
     if problems:

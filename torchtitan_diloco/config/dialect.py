@@ -32,7 +32,7 @@ class ModelConfig:
     """[model]"""
 
     name: str = "llama3"
-    """TorchTitan model, a module of `torchtitan.models`."""
+    """TorchTitan model, a module of `torchtitan.models`. A run must say this, the flavor or `job.base`."""
     flavor: str = "debugmodel"
     """Flavor in that model's registry. v0.2's suffixes `_flex_attn`, `_flex`, `_varlen_attn`, `_varlen` still work."""
     hf_assets_path: str = "bundled:bpe2048"

@@ -9,6 +9,8 @@ from torchtitan_diloco.config.upstream import base_values
 
 _MODEL_OF_BASE = ("model.name", "model.flavor", "parallelism.expert_parallel_comm_backend")
 
+_WITHOUT_EXCHANGE = ("semi_sync.method", "semi_sync.num_islands")
+
 _OF_ITS_LOADER = (
     "training.dataset",
     "training.dataset_path",
@@ -70,6 +72,14 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
         )
     if c.semi_sync.method == "none" and c.semi_sync.num_islands > 1:
         found.append(f'semi_sync.method = "none": the {c.semi_sync.num_islands} islands train on their own')
+    if c.semi_sync.method == "none":
+        found += [
+            f'{key}: has no effect with semi_sync.method = "none", which exchanges nothing'
+            for key, origin in origins.items()
+            if key.startswith("semi_sync.")
+            and key not in _WITHOUT_EXCHANGE
+            and not origin.startswith(DEFAULT)
+        ]
     if not c.checkpoint.enable:
         found.append("checkpoint.enable = false: a stopped run cannot be continued")
     elif c.checkpoint.last_save_model_only:

@@ -13,7 +13,8 @@ class DataSource:
     weight: float = 1.0
     """Share of the samples, relative to the other sources."""
     prepare_from: str = ""
-    """Text, JSONL or Parquet file, or "bundled:kjv", prepared into `path` on first use; "" = `path` must exist."""
+    """Text, JSONL or Parquet file, Hugging Face datasets folder or "bundled:kjv", prepared into `path` on first use; "" =
+    `path` must exist."""
     present: str = ""
     """Shards of it that this island may read, for instance "0-31,40"; "" = all. What no island may read is deferred."""
 

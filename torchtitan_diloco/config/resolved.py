@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_diloco.config.problems import COMMAND_LINE
+from torchtitan_diloco.config.problems import COMMAND_LINE, DEFAULT, ConfigError
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import UserError
 
@@ -20,6 +20,18 @@ class Resolved:
     """The file as given."""
     notes: list[str]
     """What is worth knowing and not wrong."""
+
+    def with_model(self) -> "Resolved":
+        """This, if something says which model to train. Raises ConfigError where only the defaults do."""
+        named = (self.origins[key] != DEFAULT for key in ("model.name", "model.flavor"))
+        if not self.config.job.base and not any(named):
+            raise ConfigError(
+                [
+                    f"{self.path}: model.name, model.flavor: neither is given, and nor is job.base; say which model to "
+                    f'train, for instance [model] name = "{self.config.model.name}", flavor = "{self.config.model.flavor}"'
+                ]
+            )
+        return self
 
     def one_island(self) -> "Resolved":
         """This, if it is the configuration of one island. Raises UserError where [[islands]] leave open of which."""

@@ -91,6 +91,16 @@ class Entry:
             if joined is not None:
                 return self._with_present(joined)
 
+    def serve(self, behind: Callable[[], list[int]]) -> Joined:
+        """Be a member that has finished, until nobody is ``behind``."""
+        self._deadline = time.monotonic() + self._patience_s
+        logger.info(
+            "this island has finished; it waits, at most %g s (lighthouse.patience_s), for islands that have not",
+            self._patience_s,
+        )
+        self._wait("islands that have not finished", lambda peers: not behind())
+        return Joined(self._hello.step)
+
     # ---- founding --------------------------------------------------------------------------------------------------
 
     def _is_founder(self) -> bool:

@@ -95,10 +95,12 @@ class GlooTransport(Transport):
         self._server.step = hello.step
         self._server.publish(state)
         self._outbox = Outbox(self._me, hello.run_id, PEER_TIMEOUT_S)
+        # The final state needs no agreement on who founds the run, and is served from the first moment on.
+        phase = "ready" if hello.finished else "joining"
         self._members = Membership(
             self._lighthouse.address,
             Peer(
-                hello.island, hello.incarnation, hello.run_id, hello.started, "joining", 0,
+                hello.island, hello.incarnation, hello.run_id, hello.started, phase, 0,
                 self._server.url, self._bulk.address, state.slot, state.tokens_total,
             ),
             heartbeat_interval_s=self._lighthouse.heartbeat_interval_s,
@@ -111,6 +113,9 @@ class GlooTransport(Transport):
         self._entry = Entry(
             hello, self._members, self._lighthouse.patience_s, self._stop, self._adopted, self._note
         )
+        if hello.finished:
+            everybody = set(range(hello.num_islands))
+            return self._entry.serve(lambda: self._behind(everybody))
         return self._entry.join(state)
 
     def heal(self, state: OuterState) -> Joined:
@@ -246,15 +251,18 @@ class GlooTransport(Transport):
         assert self._members is not None
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline and not self._stop.is_set():
-            view = {p.island: p for p in self._members.peers if p.phase != "lost"}
-            lost = self._known - self._departed - view.keys()
-            late = {i for i, p in view.items() if p.phase != "left" and p.slot < self._slot}
-            if not lost | late:
+            if not (behind := self._behind(self._known)):
                 return
-            self._note(
-                Waiting(f"islands {sorted(lost | late)}", deadline - LINGER_S, "they have not finished")
-            )
+            self._note(Waiting(f"islands {behind}", deadline - LINGER_S, "they have not finished"))
             time.sleep(0.1)
+
+    def _behind(self, expected: set[int]) -> list[int]:
+        """Islands that are not there or have not got as far as this one, and have not said that they go."""
+        assert self._members is not None
+        view = {p.island: p for p in self._members.peers if p.phase != "lost"}
+        lost = expected - self._departed - view.keys()
+        late = {i for i, p in view.items() if p.phase != "left" and p.slot < self._slot}
+        return sorted(lost | late)
 
     def stop(self) -> None:
         self._stop.set()

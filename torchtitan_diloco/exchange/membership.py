@@ -118,8 +118,8 @@ class Membership:
             except Exception as error:
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"lighthouse.address = {self.address}: no Lighthouse answers there within {patience_s:g} s "
-                        f"({error}); start one with `torchtitan-diloco lighthouse` or correct the address"
+                        f"lighthouse.address = {self.address}: no Lighthouse answers there within {patience_s:g} s; "
+                        "start one with `torchtitan-diloco lighthouse` or correct the address"
                     ) from error
                 time.sleep(0.5)
         for thread in self._threads:

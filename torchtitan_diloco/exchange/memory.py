@@ -206,9 +206,8 @@ class MemoryTransport(Transport):
         self.me = Member(hello.island, hello.incarnation)
         self.protocol = SlotProtocol(self.me, self.merge)
         self.state, self.step = state, hello.step
-        joined = (
-            self._take(state, whole=True) if self._others() else Joined(hello.step, present=(hello.island,))
-        )
+        behind = self._others() and not hello.finished
+        joined = self._take(state, whole=True) if behind else Joined(hello.step, present=(hello.island,))
         self.protocol.skip_to(state.slot)
         self.net.nodes[hello.island] = self
         self.net.renew()

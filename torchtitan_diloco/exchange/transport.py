@@ -53,7 +53,8 @@ class Hello:
     """What an island brings to the run.
 
     started: epoch seconds at which this incarnation began; the newest of an island counts. num_islands: how many found
-    the run. settings: what must agree between islands. step: where in run progress its own state stands.
+    the run. settings: what must agree between islands. step: where in run progress its own state stands. finished: that is
+    the end of the run, and the island is here only for those that have not got there.
     """
 
     island: int
@@ -63,6 +64,7 @@ class Hello:
     num_islands: int
     settings: dict[str, Any]
     step: int
+    finished: bool = False
 
 
 class Transport(ABC):
@@ -71,6 +73,8 @@ class Transport(ABC):
     @abstractmethod
     def join(self, hello: Hello, state: OuterState) -> Joined:
         """Found the run or enter it. Blocks until this island is a member; ``state`` then holds the run's outer state.
+
+        A finished island gives its state to those that lack it, and blocks until no other island is behind.
 
         Raises UserError when the islands' settings disagree, Resumable when patience runs out or ``stop`` was called.
         """

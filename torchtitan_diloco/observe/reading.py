@@ -80,9 +80,9 @@ class IslandFigures:
     """
 
     step: int = 0
-    """The furthest step."""
+    """The furthest step that it trained to, or ended with."""
     current_step: int = 0
-    """Step of the latest `inner` or `drain` event: behind `step` while steps lost in a crash are repeated."""
+    """Where it stands: behind `step` while steps lost in a crash are repeated, past it once it has taken another's state."""
     tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
@@ -102,6 +102,8 @@ class IslandFigures:
     """Whether the latest incarnation has written `end`: trained to the last step and saved."""
     digests: dict[int, str] = field(default_factory=dict)
     """Committed slot -> anchor digest, the latest `KEPT_DIGESTS` of them."""
+    taken_from: int | None = None
+    """The island whose state it has taken and has not added a committed slot to since."""
     _counted: int = 0
     """Steps up to here are in `tokens`, or were not trained by this island but adopted from a peer."""
     _step_tokens: int = 0
@@ -134,13 +136,17 @@ class IslandFigures:
             elif kind == "round":
                 self._round(event)
             elif kind in ("join", "heal"):
-                self._counted = max(self._counted, int(event.get("step") or 0))
+                self.current_step = int(event.get("step") or 0)
+                self._counted = max(self._counted, self.current_step)
+                self.taken_from = event.get("source", self.taken_from)
             elif kind == "error":
                 self.error = str(event.get("message") or event.get("kind") or "")
             elif kind == "start":
                 self.ended = False
             elif kind == "end":
                 self.ended = True
+                self.current_step = int(event.get("step") or self.current_step)
+                self.step = max(self.step, self.current_step)
                 self.tokens = int(event.get("tokens") or self.tokens)
             if kind in ("start", "join", "heal", "inner", "round", "leave", "end"):
                 self.waiting = ""
@@ -182,30 +188,59 @@ class IslandFigures:
         if self.slot not in self.digests:
             self.committed += 1
         self.digests[self.slot] = str(event.get("digest") or "")
+        self.taken_from = None
         while len(self.digests) > self.KEPT_DIGESTS:
             del self.digests[min(self.digests)]
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The last slot that several islands committed, and whether they hold the same anchor for it."""
+    """The last slot whose anchor several islands hold or have held, and whether it is the same."""
 
     slot: int | None
-    """None where no slot was committed by two islands (or none has a digest, as in gossip)."""
+    """None where there is no such slot (or none has a digest, as in gossip)."""
     digests: Mapping[int, str]
-    """Island -> digest, of the islands that committed this slot."""
+    """Island -> digest, of the islands that have this slot."""
 
     @property
     def equal(self) -> bool:
         return len(set(self.digests.values())) <= 1
 
 
+def anchors(figures: Mapping[int, IslandFigures]) -> dict[int, dict[int, str]]:
+    """Island -> slot -> digest: of the slots that it committed, and of the last one where it ended by taking that state.
+
+    There is no event of its own for the latter; a heal refuses bits that do not match the digest of where they come from.
+    """
+    return {
+        island: own.digests | _last(_origin(island, figures)) if own.ended else own.digests
+        for island, own in figures.items()
+    }
+
+
+def _origin(island: int, figures: Mapping[int, IslandFigures]) -> IslandFigures:
+    """The island whose committed slot an ended island's anchor comes from, over however many heals."""
+    passed = {island}
+    while figures[island].ended:
+        source = figures[island].taken_from
+        if source is None or source in passed or source not in figures:
+            break
+        passed.add(source)
+        island = source
+    return figures[island]
+
+
+def _last(figures: IslandFigures) -> dict[int, str]:
+    last = figures.last_committed
+    return {} if last is None else {last: figures.digests[last]}
+
+
 def anchor_agreement(figures: Mapping[int, IslandFigures]) -> Agreement:
-    """Compare anchors at the last slot which every island that has committed any slot has committed.
+    """Compare anchors at the last slot which every island that has any has.
 
     Where one island died early and the kept digests no longer overlap, the last slot common to at least two counts.
     """
-    held = {i: {slot: d for slot, d in f.digests.items() if d} for i, f in figures.items()}
+    held = {i: {slot: d for slot, d in own.items() if d} for i, own in anchors(figures).items()}
     held = {i: digests for i, digests in held.items() if digests}
     if len(held) < 2:
         return Agreement(None, {})

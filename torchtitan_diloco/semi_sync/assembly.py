@@ -81,18 +81,30 @@ class Assembly:
 
     def linger(self) -> None:
         """At the end of the run, stay for an island that has been lost: only here can it find the last state."""
-        deadline, reported, since = time.monotonic() + LINGER_S, time.monotonic(), time.time()
+        self._stay(self._known, LINGER_S)
+
+    def help_others_finish(self) -> None:
+        """Long after that, come back for islands that have not finished."""
+        logger.info(
+            "this island has finished; it waits, at most %g s (lighthouse.patience_s), for islands that have not",
+            self.link.patience_s,
+        )
+        self._member = True  # the last state needs no agreement on who founds the run
+        self._stay(set(range(self._setup.config.num_islands)), self.link.patience_s)
+
+    def _stay(self, expected: set[int], limit_s: float) -> None:
+        deadline, reported, since = time.monotonic() + limit_s, time.monotonic(), time.time()
         try:
-            while self._group.any(bool(lost := self._known - self.members.keys())):
+            while self._group.any(bool(lost := expected - self.members.keys())):
                 if self._group.any(self._setup.drain.is_set() or time.monotonic() > deadline):
-                    return
+                    raise Resumable(f"islands {sorted(lost)} have not come within {limit_s:g} s")
                 if time.monotonic() - reported >= REPORT_S:
                     reported = time.monotonic()
                     self._report(f"islands {sorted(lost)}", since)
                 time.sleep(PAUSE_S)
                 self.align()
         except (Resumable, UserError) as stopped:
-            logger.warning("no longer waiting for islands that were lost: %s", stopped)
+            logger.warning("not waiting any longer for islands that have not finished: %s", stopped)
 
     def _report(self, awaited: str, since: float) -> None:
         present = ", ".join(map(str, sorted(self.members))) or "none"

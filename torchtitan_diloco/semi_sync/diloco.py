@@ -7,14 +7,14 @@ is DiLoCo with outer lr 1 and no momentum (the mean of the parameters).
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer import buffers
@@ -98,6 +98,7 @@ class DiLoCo(SemiSync):
 
     def join(self, step: int) -> int:
         if step >= self.clock.last_step and self.complete():
+            self._help_others_finish(step)
             return step
         anchors = [self._snapshot(fragment) for fragment in self.fragments]
         if self.group.is_gateway and self.outer is None:
@@ -109,6 +110,16 @@ class DiLoCo(SemiSync):
             self._dump("founding", list(enumerate(state.anchor for state in self.outer.states)))
         # Stopped, or admitted, between a slot's last inner step and its outcome: the slot comes first.
         return self.exchange(step, at_once=True)
+
+    def _help_others_finish(self, step: int) -> None:
+        """An island that was lost near the end can finish only with the final state, which islands like this one hold."""
+        if self.setup.config.num_islands == 1:
+            return
+        future = in_background(self._enter, step, True) if self.group.is_gateway else None
+        try:
+            self._wait(partial(self._look, future), self._stop_waiting)
+        except (Resumable, UserError) as reason:  # whatever it is, this island is done
+            logger.warning("this island has finished and leaves the others to themselves: %s", reason)
 
     def _found(self, anchors: list[torch.Tensor]) -> OuterState:
         islands = self.setup.config.num_islands
@@ -123,7 +134,7 @@ class DiLoCo(SemiSync):
     def last_step(self) -> int:
         return self.clock.last_step
 
-    def _enter(self, step: int) -> Joined:
+    def _enter(self, step: int, finished: bool = False) -> Joined:
         assert self.outer is not None
         self.transport = self.setup.make_transport(self.wire.merge)
         hello = Hello(
@@ -134,6 +145,7 @@ class DiLoCo(SemiSync):
             num_islands=self.setup.config.num_islands,
             settings={**self.setup.settings, "the model's parameters": fingerprint(self.fragments)},
             step=self.clock.progress(step),
+            finished=finished,
         )
         return self.transport.join(hello, self.outer)
 
@@ -146,13 +158,7 @@ class DiLoCo(SemiSync):
         outer = self.outer
         before = [(s.digest, s.lineage) for s in outer.states] if outer else []
         future = in_background(enter, step) if self.group.is_gateway else None
-
-        def poll() -> Joined | None:
-            assert future is not None
-            done, _ = wait([future], timeout=POLL_S)
-            return future.result() if done else None
-
-        joined = self._wait(poll, self._stop_waiting)
+        joined = self._wait(partial(self._look, future), self._stop_waiting)
         changed, slot = self.group.tell(
             ([i for i, s in enumerate(outer.states) if (s.digest, s.lineage) != before[i]], outer.slot)
             if outer
@@ -181,6 +187,11 @@ class DiLoCo(SemiSync):
                 version=joined.heals[-1].version,
             )
         return self.clock.own_step(joined.step) if changed else step
+
+    def _look(self, future: Future[Joined] | None) -> Joined | None:
+        assert future is not None
+        done, _ = wait([future], timeout=POLL_S)
+        return future.result() if done else None
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 

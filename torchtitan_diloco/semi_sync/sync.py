@@ -10,6 +10,7 @@ all islands meet (see ``assembly``), and whoever is behind takes the state of th
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from torchtitan_diloco.outer.shares import expand, share_of, stream
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.semi_sync.assembly import Assembly
 from torchtitan_diloco.semi_sync.method import Discarded, SemiSync, Setup, register_semi_sync
+
+logger = logging.getLogger(__name__)
 
 
 @register_semi_sync("sync")
@@ -46,7 +49,8 @@ class GradientSync(SemiSync):
 
     def join(self, step: int) -> int:
         setup = self.setup
-        if step >= setup.steps:
+        finished = step >= setup.steps
+        if finished and setup.config.num_islands == 1:
             return step
         assert step == self.account.step, "the account is that of the checkpoint which the trainer has loaded"
         if step == 0:
@@ -60,9 +64,18 @@ class GradientSync(SemiSync):
         if setup.ledger is not None and setup.feed is not None:
             setup.ledger.begin(setup.feed.describe(), setup.feed.holds())
         assert setup.make_lockstep is not None
-        link = setup.make_lockstep(self.group)
+        try:
+            link = setup.make_lockstep(self.group)
+        except UserError as error:
+            if not finished:
+                raise
+            logger.warning("this island has finished and leaves the others to themselves: %s", error)
+            return step
         self.hooked = self.replica.hook(link.average)
         self.assembly = Assembly(setup, link, self.replica, self.account, settings, self._settle)
+        if finished:
+            self.assembly.help_others_finish()
+            return step
         self.assembly.align()
         self.aligned = True
         setup.trace.step = self.account.step

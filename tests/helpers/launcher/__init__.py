@@ -19,6 +19,7 @@ CONFIG = """
 dump_folder = "{folder}"
 name = "trial"
 [model]
+flavor = "debugmodel"
 hf_assets_path = "bundled:bpe2048"
 [training]
 steps = 10

@@ -272,7 +272,7 @@ def test_a_run_starts_its_own_lighthouse_tells_the_trainers_and_takes_it_down(st
 def test_missing_tokenizer_and_missing_data_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(
-        f'[job]\ndump_folder = "{tmp_path}/out"\n[semi_sync]\nmethod = "none"\n'
+        f'[job]\ndump_folder = "{tmp_path}/out"\n[model]\nflavor = "debugmodel"\n[semi_sync]\nmethod = "none"\n'
         f'[[data.sources]]\npath = "{tmp_path}/corpus"\n'
     )
     for arguments, named in (

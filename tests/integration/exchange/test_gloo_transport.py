@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -53,7 +54,13 @@ class Gateway:
             merge or merge_with("tokens"),
         )
 
-    def join(self, num_islands: int, settings: dict[str, object] | None = None, step: int = 0) -> Joined:
+    def join(
+        self,
+        num_islands: int,
+        settings: dict[str, object] | None = None,
+        step: int = 0,
+        finished: bool = False,
+    ) -> Joined:
         hello = Hello(
             self.island,
             f"start-{time.time_ns()}",
@@ -62,6 +69,7 @@ class Gateway:
             num_islands,
             settings or {"a": 1},
             step,
+            finished,
         )
         return self.transport.join(hello, self.state)
 
@@ -219,6 +227,57 @@ def test_a_finished_island_stays_for_one_that_was_lost_until_it_has_the_final_st
         assert again.state.describe() == a.state.describe()
         again.transport.leave("done")
         leaving.result(timeout=10)
+
+
+def started_again(lighthouse: LighthouseConfig, count: int, slots: int) -> list[Gateway]:
+    """Islands of a run that is over: all but the last one have committed ``slots`` slots, that one has founded it."""
+    *done, lost = founded(lighthouse, count)
+    lost.transport.leave("drain")
+    for _ in range(slots):
+        for gateway in done:
+            gateway.offer(1.0)
+        assert {gateway.settle().status for gateway in done} == {"committed"}
+    leave(*done, reason="done")
+    again = [Gateway(lighthouse, island) for island in range(count)]
+    for gateway, before in zip(again, [*done, lost], strict=True):
+        gateway.state.restore(before.state.describe(), before.state.tensors())
+    return again
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_islands_that_have_finished_come_back_for_one_that_has_not(
+    lighthouse: LighthouseConfig, count: int
+) -> None:
+    *done, lost = started_again(lighthouse, count, slots=2)
+    with ThreadPoolExecutor(count) as pool:
+        joining = [pool.submit(partial(g.join, count, step=8, finished=True)) for g in done]
+        time.sleep(1.0)
+        assert not any(future.done() for future in joining)
+        assert lost.join(count, step=2).step == 8
+        assert lost.state.describe() == done[0].state.describe()
+        assert [future.result(timeout=10) for future in joining] == [Joined(8)] * len(done)
+    began = time.monotonic()
+    leave(*done, lost, reason="done")
+    assert time.monotonic() - began < 5.0
+
+
+def test_finished_islands_that_come_back_together_wait_for_nobody(lighthouse: LighthouseConfig) -> None:
+    a, b, _ = started_again(lighthouse, 3, slots=1)
+    together(*(partial(gateway.join, 2, step=4, finished=True) for gateway in (a, b)))
+    leave(a, b, reason="done")
+
+
+def test_a_finished_island_waits_for_the_others_as_long_as_its_patience(lighthouse: LighthouseConfig) -> None:
+    a, _ = started_again(lighthouse, 2, slots=1)
+    a.transport._lighthouse = replace(lighthouse, patience_s=1.0)
+    with pytest.raises(
+        Resumable,
+        match=r"waited 1 s \(lighthouse.patience_s\) for islands that have not finished; islands present: 0",
+    ):
+        a.join(2, step=4, finished=True)
+    began = time.monotonic()
+    a.transport.leave("done")
+    assert time.monotonic() - began < 5.0
 
 
 def test_finished_islands_do_not_wait_for_one_another(lighthouse: LighthouseConfig) -> None:

@@ -108,6 +108,24 @@ def test_validate_reports_the_problems_of_all_files_and_prints_nothing_else(
     ]
 
 
+def test_a_file_that_names_no_model_is_not_trained_with_the_default_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[training]\nsteps = 3\n")
+    sentence = (
+        f"error: {file}: model.name, model.flavor: neither is given, and nor is job.base; say which model to train, "
+        'for instance [model] name = "llama3", flavor = "debugmodel"\n'
+    )
+    for command in ("validate", "run"):
+        assert cli.dispatch([command, str(file)]) == 2
+        assert capsys.readouterr().err == sentence
+    for said in (["--model.flavor", "debugmodel"], ["--job.base", "llama3.llama3_debugmodel"]):
+        assert cli.dispatch(["validate", str(file), *said]) == 0
+        out, err = capsys.readouterr()
+        assert f"{file}: valid" in out and err == ""
+
+
 def test_validate_without_a_file_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.dispatch(["validate", "--training.steps", "3"]) == 2
     assert "usage: torchtitan-diloco validate FILE..." in capsys.readouterr().err

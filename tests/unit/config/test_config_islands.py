@@ -369,7 +369,9 @@ def test_validate_shows_what_differs_and_warns_of_absent_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(TWO + "[checkpoint]\ninitial_load_path = 'seed'\n")
+    (tmp_path / "run.toml").write_text(
+        TWO + "[checkpoint]\ninitial_load_path = 'seed'\n[model]\nflavor = 'debugmodel'\n"
+    )
     assert validate(["run.toml"]) == 0
     shown = capsys.readouterr().out
     assert "island 0 (leonardo): training.local_batch_size = 2 instead of 8  run.toml:16" in shown

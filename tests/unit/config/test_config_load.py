@@ -228,3 +228,13 @@ def test_a_trainer_takes_its_file_from_the_command_line() -> None:
 )
 def test_notes_say_what_one_might_not_expect(tmp_path: Path, text: str, expected: str) -> None:
     assert [n for n in load(tmp_path, text).notes if expected in n]
+
+
+def test_each_setting_that_has_no_effect_without_an_exchange_is_named(tmp_path: Path) -> None:
+    text = '[semi_sync]\nmethod = "none"\nnum_islands = 1\nfragments = 4\noverlap = 2\n[semi_sync.codec]\nwire = "int8"'
+    said = [
+        note.partition(":")[0] for note in load(tmp_path, text).notes if "which exchanges nothing" in note
+    ]
+    assert said == ["semi_sync.fragments", "semi_sync.overlap", "semi_sync.codec.wire"]
+    text = text.replace('"none"', '"diloco"')
+    assert not [note for note in load(tmp_path, text).notes if "which exchanges nothing" in note]

@@ -186,6 +186,19 @@ ONE_MISTAKE = {
         "[[data.sources]]\npath = 'a'\n[[data.sources]]\npath = 'a'",
         'FILE:4: data.sources[1].path: ("a") is already that of data.sources[0]; remove one of them',
     ),
+    **{
+        f"a corpus twice, the second time as {again}": (
+            f"[[data.sources]]\npath = 'a'\n[[data.sources]]\npath = '{again}'",
+            f'FILE:4: data.sources[1].path: ("{again}") is already that of data.sources[0] ("a"), written differently; '
+            "remove one of them",
+        )
+        for again in ("./a", "a/", "a/../a", ".//a/.")
+    },
+    "both files of a Megatron corpus": (
+        "[[data.sources]]\npath = 'a.bin'\n[[data.sources]]\npath = './a.idx'",
+        'FILE:4: data.sources[1].path: ("./a.idx") is already that of data.sources[0] ("a.bin"), written differently; '
+        "remove one of them",
+    ),
     "a data set that TorchTitan does not have": (
         "[training]\ndataset = 'c5'",
         'FILE:2: training.dataset: ("c5") is no data set of TorchTitan 0.3, which has c4, c4_test, c4_validation; prepare',

@@ -190,6 +190,21 @@ def test_what_is_no_corpus_is_refused_with_the_command_that_makes_one(
         load_manifest(path)
 
 
+def test_a_corpus_without_its_manifest_is_told_from_a_folder_of_datasets(
+    corpus_dir: Path, tokenizer_dir: Path
+) -> None:
+    (corpus_dir / "manifest.json").unlink()
+    with pytest.raises(UserError) as caught:
+        ensure_prepared(corpus_dir, "", tokenizer_dir, SEQ_LEN)
+    assert str(caught.value) == (
+        f"data.sources.path: no prepared corpus at {corpus_dir}: the folder holds a corpus without its manifest.json; copy "
+        f"that back (`torchtitan-diloco data verify {corpus_dir}` checks the rest), or remove the folder and run "
+        f"`torchtitan-diloco data prepare --input FILE --tokenizer {tokenizer_dir} --seq-len 16 --output {corpus_dir}`"
+    )
+    with pytest.raises(UserError, match=r"a corpus without its manifest\.json; copy that back"):
+        load_manifest(corpus_dir)
+
+
 def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
     corpus_dir: Path, text_file: Path, tokenizer_dir: Path, make_tokenizer: Callable[..., Path]
 ) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from torchtitan_diloco.observe.reading import EventTail, IslandFigures, anchor_agreement, read_state
+from torchtitan_diloco.observe.reading import (
+    EventTail,
+    IslandFigures,
+    anchor_agreement,
+    anchors,
+    read_island,
+    read_state,
+)
 
 
 def inner(step: int, t: float, loss: float = 1.0, incarnation: str = "a", **more: Any) -> dict[str, Any]:
@@ -110,6 +117,60 @@ def test_anchors_are_compared_at_the_last_slot_that_all_islands_committed() -> N
     figures[1].add([slot(3, "dd")])
     agreement = anchor_agreement(figures)
     assert (agreement.slot, agreement.equal, dict(agreement.digests)) == (3, False, {0: "cc", 1: "dd"})
+
+
+def heal(source: int, step: int, incarnation: str = "b") -> dict[str, Any]:
+    more = {"source": source, "bytes": 1, "seconds": 0.1, "version": 3}
+    return {"event": "heal", "t": 50.0, "step": step, "incarnation": incarnation} | more
+
+
+def end(step: int, tokens: int = 900) -> dict[str, Any]:
+    return {"event": "end", "t": 60.0, "step": step, "incarnation": "b", "tokens": tokens}
+
+
+def read(folder: Path, *events: dict[str, Any]) -> IslandFigures:
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return read_island(folder)
+
+
+def test_an_island_that_ended_with_the_state_of_another_shows_its_last_step_and_that_anchor(
+    tmp_path: Path,
+) -> None:
+    rest = [inner(40, 40.0), slot(3, "cc"), end(40)]
+    figures = {
+        0: read(tmp_path / "island-0", inner(30, 30.0), slot(1, "aa"), slot(2, "bb"), *rest),
+        1: read(tmp_path / "island-1", inner(30, 30.0), slot(1, "aa"), slot(2, "bb"), heal(0, 40), end(40)),
+        2: read(tmp_path / "island-2", inner(20, 20.0), slot(1, "aa"), heal(1, 40), end(40)),
+    }
+    assert [(f.step, f.current_step) for f in figures.values()] == [(40, 40)] * 3
+    agreement = anchor_agreement(figures)
+    assert (agreement.slot, dict(agreement.digests)) == (3, {0: "cc", 1: "cc", 2: "cc"})
+    assert anchors(figures)[2] == {1: "aa", 3: "cc"}
+    assert figures[1].committed == 2 and figures[1].tokens == 900, "what it did itself is counted as before"
+
+
+def test_after_a_heal_an_islands_own_slots_count_again(tmp_path: Path) -> None:
+    figures = {
+        0: read(tmp_path / "island-0", slot(1, "aa"), slot(2, "bb"), slot(3, "cc"), end(40)),
+        1: read(tmp_path / "island-1", slot(1, "aa"), heal(0, 30), slot(3, "dd"), end(40)),
+    }
+    agreement = anchor_agreement(figures)
+    assert (agreement.slot, agreement.equal, dict(agreement.digests)) == (3, False, {0: "cc", 1: "dd"})
+
+
+def test_an_island_that_has_not_ended_has_only_the_anchors_of_its_own_slots(tmp_path: Path) -> None:
+    figures = {
+        0: read(tmp_path / "island-0", slot(1, "aa"), slot(2, "bb"), heal(1, 30)),
+        1: read(tmp_path / "island-1", slot(1, "aa"), heal(0, 30)),
+    }
+    assert anchor_agreement(figures).slot == 1
+    assert figures[1].current_step == 30 and figures[1].step == 0, (
+        "steps of another are no progress of its own"
+    )
+    for f in figures.values():
+        f.ended = True
+    assert anchor_agreement(figures).slot == 2
 
 
 def test_islands_without_digests_have_no_agreement_and_no_quarrel() -> None:

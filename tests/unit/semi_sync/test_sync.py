@@ -4,6 +4,7 @@ import random
 import re
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.helpers.replicas import (
 from torchtitan_diloco.data.run_audit import audit_run
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.observe.reading import EventTail
+from torchtitan_diloco.semi_sync import assembly
 
 
 @pytest.fixture
@@ -314,6 +316,58 @@ def test_an_island_that_stops_leaves_the_others_and_its_state_goes_on_from_its_a
     assert [learner.raised for learner in second] == [None, None]
     assert events(second[0], "heal") == events(second[1], "heal") == []
     assert equal(*second, *undisturbed)
+
+
+@pytest.fixture
+def ended_by_one(address, tmp_path, monkeypatch) -> list[Learner]:
+    """Two islands of a run that the second has left early, the first has ended, each with the state it was left with."""
+    monkeypatch.setattr(assembly, "LINGER_S", 0.1)
+    first = [
+        Learner(i, address, tmp_path, at={5: lambda learner: learner.drain.request("SIGTERM")} if i else {})
+        for i in (0, 1)
+    ]
+    run_all(*first)
+    assert first[0].method.account.step == STEPS > first[1].method.account.step
+    second = [Learner(i, address, tmp_path, incarnation="second", patience_s=20) for i in (0, 1)]
+    for before, after in zip(first, second, strict=True):
+        after.model.load_state_dict(before.model.state_dict())
+        after.optimizer.load_state_dict(before.optimizer.state_dict())
+        after.method.restore(*before.method.state())
+    return second
+
+
+def test_an_island_that_has_finished_comes_back_for_one_that_has_not(ended_by_one):
+    run_all(*ended_by_one, within_s=15)
+    assert [learner.raised for learner in ended_by_one] == [None, None]
+    assert [learner.made for learner in ended_by_one] == [[], []]
+    assert events(ended_by_one[1], "heal")[-1]["version"] == STEPS
+    assert [learner.method.account.step for learner in ended_by_one] == [STEPS, STEPS]
+    assert equal(*ended_by_one)
+
+
+def test_an_island_that_has_finished_does_not_wait_for_ever(address, ended_by_one, caplog):
+    island, _ = ended_by_one
+    island.method.setup.make_lockstep = partial(_with_patience, island.method.setup.make_lockstep, 1.0)
+    run_all(island, within_s=15)
+    assert island.raised is None and island.made == []
+    assert "islands [1] have not come within 1 s" in caplog.text
+
+
+def _with_patience(make, patience_s, group):
+    link = make(group)
+    link.patience_s = patience_s
+    return link
+
+
+def test_an_island_that_has_finished_is_done_without_a_lighthouse(ended_by_one, caplog):
+    def nobody(group):
+        raise UserError("no Lighthouse answers")
+
+    island, _ = ended_by_one
+    island.method.setup.make_lockstep = nobody
+    run_all(island, within_s=15)
+    assert island.raised is None
+    assert "leaves the others to themselves: no Lighthouse answers" in caplog.text
 
 
 def test_a_run_outlives_its_lighthouse(tmp_path):

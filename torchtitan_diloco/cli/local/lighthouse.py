@@ -1,7 +1,6 @@
 """The Lighthouse of a local run: our own as a child on a free port, or a given one that must answer."""
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan_diloco.cli.local.processes import Child
+from torchtitan_diloco.config.reach import host_and_port, why_unreachable
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.process import LAUNCHER_PID
 
@@ -108,23 +108,18 @@ class LocalLighthouse:
 
 def require_reachable(address: str, wait_s: float = REACH_WAIT_S) -> None:
     """Raise UserError, naming lighthouse.address, unless something accepts connections at http://HOST:PORT."""
-    try:
-        parts = urlsplit(address if "//" in address else f"http://{address}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port:
+    place = host_and_port(address)
+    if place is None:
         raise UserError(
             f'lighthouse.address: {address!r} is not an address; give http://HOST:PORT, or "" for one of our own'
         )
-    try:
-        socket.create_connection((host, port), timeout=wait_s).close()
-    except OSError as error:
+    if why := why_unreachable(address, wait_s):
+        host, port = place
         raise UserError(
-            f"lighthouse.address: nothing answers at {address} ({error.strerror or error}); start "
+            f"lighthouse.address: nothing answers at {address} ({why}); start "
             f"`torchtitan-diloco lighthouse --bind {host}:{port}` there, correct the address, "
             'or set it to "" and `run` starts one'
-        ) from None
+        )
 
 
 def is_loopback(address: str) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtitan_diloco.cli.local.supervisor import Island, Phase
-from torchtitan_diloco.observe.reading import Agreement
+from torchtitan_diloco.observe.reading import Agreement, anchors
 
 LIVE_EVERY_S = 0.5
 PLAIN_EVERY_S = 5.0
@@ -145,9 +145,10 @@ def print_closing(console: Console, islands: Sequence[Island], agreement: Agreem
         "restarts",
         "anchor",
     )
+    all_held = anchors({island.number: island.figures for island in islands})
     for island in islands:
-        figures = island.figures
-        last = figures.last_committed
+        figures, digests = island.figures, all_held[island.number]
+        last = max(digests, default=None)
         table.add_row(
             str(island.number),
             Text(island.phase.value, style=_STYLE.get(island.phase, "")),
@@ -158,7 +159,7 @@ def print_closing(console: Console, islands: Sequence[Island], agreement: Agreem
             str(figures.committed),
             number(figures.stall_share, ".1%"),
             str(island.restarts),
-            f"{figures.digests[last][:SHORT]} @ {last}" if last is not None else "-",
+            f"{digests[last][:SHORT]} @ {last}" if last is not None else "-",
         )
     console.print(table)
     if agreement.slot is not None and agreement.equal:
