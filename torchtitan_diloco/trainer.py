@@ -117,8 +117,7 @@ class DiLoCoTrainer(Trainer):
         saved = self._is_complete()
         try:
             self._go_on(self.method.join(self.step))
-            # Only an exchange was left to do, or another island's final state to take: it belongs into the checkpoint.
-            if not saved and self.step >= self.config.training.steps:
+            if not saved and self.step >= self.config.training.steps:  # only an exchange, or a heal, was left to do
                 self.checkpointer.save(self.step, last_step=True)
         except Resumable as stopped:
             self.drained = True
@@ -197,6 +196,5 @@ class DiLoCoTrainer(Trainer):
         self.trace.state("resume", reason)
 
     def _trace_checkpoint(self, path: str, seconds: float) -> None:
-        self.trace.event(
-            "checkpoint", path=path, seconds=seconds, durable=self.config.checkpoint.async_mode == "disabled"
-        )
+        durable = self.config.checkpoint.async_mode == "disabled"
+        self.trace.event("checkpoint", path=path, seconds=seconds, durable=durable)
