@@ -117,7 +117,7 @@ class DiLoCoTrainer(Trainer):
         saved = self._is_complete()
         try:
             self._go_on(self.method.join(self.step))
-            if not saved and self.step >= self.config.training.steps:  # only an exchange, or a heal, was left to do
+            if not saved and self.step >= self.config.training.steps:  # only an exchange or a heal was left
                 self.checkpointer.save(self.step, last_step=True)
         except Resumable as stopped:
             self.drained = True
