@@ -1,6 +1,7 @@
 """Bulk over gloo: what the members of one attempt send one another, through TorchFT's reconfigurable process group."""
 
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.outer import buffers
 
-CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
-AHEAD = 4  # messages under way to each member, so that the link does not idle for a round trip after each
+CHUNK = 1 << 20  # bytes in one message: small enough to be paced, large enough to cost no time by itself
+AHEAD = 4  # messages handed to gloo for each member, so that its connection never runs dry
+AT_ONCE = timedelta(milliseconds=1)  # the shortest wait: 0 means the time-out of the group
 
 
 def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, str]:
@@ -34,6 +36,20 @@ def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore
         use_libuv=False,
     )
     return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _arrived(receives: Iterable[tuple[int, Any, int]]) -> int:
+    """Bytes of those that are complete, of (sender, work, bytes) in a broken group; by sender, they are so in order."""
+    total, over = 0, set()
+    for rank, work, size in receives:
+        if rank in over:
+            continue
+        try:
+            work.wait(AT_ONCE)
+            total += size
+        except RuntimeError:
+            over.add(rank)
+    return total
 
 
 class GlooBulk:
@@ -102,26 +118,37 @@ class GlooBulk:
             for rank, size in enumerate(bulk.sizes)
         ]
         slot = bulk.attempt[0]
-        under_way: deque[tuple[Any, int]] = deque()  # with the bytes that it brings
+        starts = range(0, max(t.numel() for rank in others for t in (sends[rank], parts[rank])), CHUNK)
 
-        def land() -> None:
-            work, received = under_way.popleft()
-            work.wait()
-            self._traffic.add(slot, received=received)
+        def pieces(tensors: list[torch.Tensor], start: int) -> list[tuple[int, torch.Tensor]]:
+            cut = [(rank, tensors[rank][start : start + CHUNK]) for rank in others]
+            return [(rank, piece) for rank, piece in cut if piece.numel()]
 
-        for start in range(0, max(t.numel() for rank in others for t in (sends[rank], parts[rank])), CHUNK):
-            here = slice(start, start + CHUNK)
-            coming = {rank: part for rank in others if (part := parts[rank][here]).numel()}
-            going = {rank: part for rank in others if (part := sends[rank][here]).numel()}
-            size = sum(part.nbytes for part in going.values())
-            self._bucket.take(size)
-            self._traffic.add(slot, sent=size)
-            under_way += [(group.recv([part], rank, 0), part.nbytes) for rank, part in coming.items()]
-            under_way += [(group.send([part], rank, 0), 0) for rank, part in going.items()]
-            while len(under_way) > 2 * AHEAD * len(others):
-                land()
-        while under_way:
-            land()
+        # All of them before the first byte leaves: gloo sends nothing that it has not been asked for, and asks on the same
+        # connection. Asked for later, a chunk waits until what is queued there has crossed the link the other way.
+        coming = deque(
+            (rank, group.recv([piece], rank, 0), piece.nbytes)
+            for start in starts
+            for rank, piece in pieces(parts, start)
+        )
+        try:
+            under_way: deque[Any] = deque()
+            for start in starts:
+                going = pieces(sends, start)
+                size = sum(piece.nbytes for _, piece in going)
+                self._bucket.take(size)
+                self._traffic.add(slot, sent=size)
+                under_way += [group.send([piece], rank, 0) for rank, piece in going]
+                while len(under_way) > AHEAD * len(others):
+                    under_way.popleft().wait()
+            while under_way:
+                under_way.popleft().wait()
+            while coming:
+                coming[0][1].wait()
+                self._traffic.add(slot, received=coming.popleft()[2])
+        except RuntimeError:
+            self._traffic.add(slot, received=_arrived(coming))
+            raise
         return parts
 
     def failed(self, slot: int) -> None:
