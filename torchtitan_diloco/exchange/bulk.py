@@ -20,7 +20,7 @@ from torchtitan_diloco.outer import buffers
 
 CHUNK = 1 << 20  # bytes in one message: small enough to be paced, large enough to cost no time by itself
 SMALL = 256 << 10  # bytes; a part is not cut into smaller messages so that every stream gets some
-AHEAD = 16  # messages handed to gloo for each connection, so that it never runs dry
+AHEAD = 4  # messages handed to gloo for each connection, so that it never runs dry
 AT_ONCE = timedelta(milliseconds=1)  # the shortest wait: 0 means the time-out of the group
 
 
