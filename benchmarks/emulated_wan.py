@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import json
 import os
+import random
 import select
 import socket
 import struct
@@ -28,6 +29,9 @@ from typing import Any
 DEVICE = "wan0"
 QUEUE_S = 0.05
 """What a link holds back, in time at its rate, before it drops: the bandwidth-delay product of a 50 ms round trip."""
+
+SMALL = 200
+"""Bytes: below it a packet carries no bulk, and is not lost by chance, as acknowledgements matter little."""
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
@@ -48,12 +52,19 @@ class Wan:
 
     rate: of each direction of each link, in bit/s of IP packets; 0 = unlimited. delay_s: one way. congestion: TCP's
     congestion control inside, for instance "cubic" (which must be in the machine's net.ipv4.tcp_allowed_congestion_control);
-    None = the machine's own. Raises RuntimeError where the kernel or the rights do not allow it.
+    None = the machine's own. loss: share of the packets with data that a link drops by chance, full or not. Raises
+    RuntimeError where the kernel or the rights do not allow it.
     """
 
     def __init__(
-        self, sites: int = 2, rate: float = 0.0, delay_s: float = 0.0, congestion: str | None = None
+        self,
+        sites: int = 2,
+        rate: float = 0.0,
+        delay_s: float = 0.0,
+        congestion: str | None = None,
+        loss: float = 0.0,
     ) -> None:
+        self._loss = loss
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(sites), congestion or ""],
             stdin=subprocess.PIPE,
@@ -88,7 +99,7 @@ class Wan:
 
     def set(self, rate: float, delay_s: float, up: bool = True) -> None:
         """Change all links. A link that is not ``up`` swallows everything in silence, as a cut fibre does."""
-        self._ask({"rate": rate, "delay_s": delay_s, "up": up})
+        self._ask({"rate": rate, "delay_s": delay_s, "up": up, "loss": self._loss})
 
     def carried(self) -> dict[str, dict[str, int]]:
         """By direction ("0>1"): the ``bytes`` (of IP packets) that went over the link, and ``dropped`` packets."""
@@ -143,7 +154,7 @@ def make_site(number: int, congestion: str) -> Site:
     flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
     fcntl.ioctl(tun, _TUNSETVNETHDRSZ, struct.pack("i", _VNET))
-    # Segmentation is left to whoever is behind us, so the kernel hands over up to 64 kB at once; see wire_size.
+    # Segmentation is left to whoever is behind us, so the kernel hands over up to 64 kB at once; see on_wire.
     fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
 
@@ -164,15 +175,16 @@ def make_site(number: int, congestion: str) -> Site:
     return Site(namespace, tun)
 
 
-def wire_size(packet: bytes) -> int:
-    """Bytes of IP packets that ``packet`` (as read from the device) is on a wire, where each segment has its own headers."""
+def on_wire(packet: bytes) -> tuple[int, int]:
+    """What ``packet`` (as read from the device) is on a wire: bytes, and IP packets, each with headers of its own."""
     size = len(packet) - _VNET
     segment = struct.unpack_from("=H", packet, 4)[0]
     if packet[1] == 0 or segment == 0:  # no segmentation was put off
-        return size
+        return size, 1
     internet = 4 * (packet[_VNET] & 0xF)
     headers = internet + (4 * (packet[_VNET + internet + 12] >> 4) if packet[_VNET + 9] == _TCP else 8)
-    return size + headers * (-(-(size - headers) // segment) - 1)
+    count = -(-(size - headers) // segment)
+    return size + headers * (count - 1), count
 
 
 @dataclass(slots=True)
@@ -182,17 +194,21 @@ class Link:
     rate: float = 0.0
     delay_s: float = 0.0
     up: bool = True
+    loss: float = 0.0
     bytes: int = 0
     dropped: int = 0
     _free_at: float = 0.0
     _line: deque[tuple[float, bytes]] = field(default_factory=deque)
+    _chance: random.Random = field(default_factory=lambda: random.Random(0))
 
     def put(self, packet: bytes, now: float) -> None:
         begins = max(now, self._free_at)
-        if not self.up or begins - now > QUEUE_S:
+        size, count = on_wire(packet)
+        # What the kernel has handed over at once is lost at once: to TCP one loss, whatever its length.
+        lost = self.loss and size > SMALL and self._chance.random() < 1 - (1 - self.loss) ** count
+        if not self.up or begins - now > QUEUE_S or lost:
             self.dropped += 1
             return
-        size = wire_size(packet)
         self.bytes += size
         self._free_at = begins + (8 * size / self.rate if self.rate else 0.0)
         self._line.append((self._free_at + self.delay_s, packet))
@@ -205,8 +221,8 @@ class Link:
     def next_at(self) -> float:
         return self._line[0][0] if self._line else float("inf")
 
-    def set(self, rate: float, delay_s: float, up: bool) -> None:
-        self.rate, self.delay_s, self.up = rate, delay_s, up
+    def set(self, rate: float, delay_s: float, up: bool, loss: float) -> None:
+        self.rate, self.delay_s, self.up, self.loss = rate, delay_s, up, loss
         if not up:  # what is under way is lost as well
             self._line.clear()
             self._free_at = 0.0

@@ -63,6 +63,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=25.0, help="of the link, one way")
     parser.add_argument("--overlap", type=int, default=2, help="tau of the streaming arm, in steps")
     parser.add_argument("--congestion", help="TCP congestion control; the machine's own if not given")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of packets lost by chance")
+    parser.add_argument("--streams", type=int, default=1, help="transport.streams of our arms")
     parser.add_argument("--results", type=Path, help="file of finished runs; those in it are not run again")
     arguments = parser.parse_args(argv)
     if arguments.steps % SYNC_EVERY or arguments.steps < 3 * SYNC_EVERY:
@@ -87,6 +89,8 @@ class Run:
     delay_ms: float
     overlap: int
     congestion: str
+    loss: float = 0.0
+    streams: int = 1
 
 
 @dataclass(slots=True)
@@ -157,6 +161,8 @@ def words_of(run: Run, island: int, lighthouse: str) -> list[str]:
     }
     if run.arm == "streaming":
         settings["semi_sync.overlap"] = str(run.overlap)
+    if run.arm != "torchft":
+        settings["transport.streams"] = str(run.streams)
     return ["--job.config_file", str(CONFIG), *(w for k, v in settings.items() for w in (f"--{k}", v))]
 
 
@@ -222,6 +228,7 @@ def execute(run: Run, folder: Path) -> Result:
                 run.rate_mbit * 1e6,
                 run.delay_ms / 1000 if limited else 0.0,
                 None if run.congestion == "default" else run.congestion,
+                run.loss if limited else 0.0,
             )
         )
         lighthouse = f"http://{wan.address(0)}:29510"
@@ -304,7 +311,8 @@ def plan(arguments: argparse.Namespace) -> list[Run]:
                     runs.append(
                         Run(
                             arm, rate, repeat, arguments.steps, arguments.pace, arguments.delay_ms,
-                            arguments.overlap, arguments.congestion or "default",
+                            arguments.overlap, arguments.congestion or "default", arguments.loss,
+                            1 if arm == "torchft" else arguments.streams,
                         )
                     )  # fmt: skip
     return runs
@@ -363,7 +371,8 @@ def report(arguments: argparse.Namespace, argv: Sequence[str], results: dict[Run
     print(f"machine: {machine()}; {versions}")
     print(
         f"link: {arguments.delay_ms:g} ms each way, queue {1000 * QUEUE_S:g} ms, TCP {congestion_control(arguments)}; "
-        f"{arguments.steps} steps of {arguments.pace:g} s, H = {SYNC_EVERY}, {arguments.repeats} repeats"
+        f"{arguments.steps} steps of {arguments.pace:g} s, H = {SYNC_EVERY}, {arguments.repeats} repeats; "
+        f"loss {100 * arguments.loss:g} %, {arguments.streams} streams"
     )
     for run, result in results.items():
         print(line(run, result))

@@ -8,10 +8,15 @@ from collections.abc import Collection
 import psutil
 
 
-def cut_gloo(keep: Collection[int]) -> int:
-    """Shut down every TCP connection of this process but those with an end at a port to keep. Returns how many."""
+def cut_gloo(keep: Collection[int], at_most: int | None = None) -> int:
+    """Shut down every TCP connection of this process but those with an end at a port to keep. Returns how many.
+
+    at_most: end after so many.
+    """
     count = 0
     for link in psutil.Process().net_connections("tcp"):
+        if count == at_most:
+            break
         ends = {end.port for end in (link.laddr, link.raddr) if end}
         if link.status != psutil.CONN_ESTABLISHED or link.fd < 0 or ends & set(keep):
             continue

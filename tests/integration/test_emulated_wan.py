@@ -129,3 +129,15 @@ def test_nothing_is_left_when_its_owner_is_killed(tmp_path):
 def test_a_congestion_control_that_the_kernel_lacks_is_refused():
     with pytest.raises(RuntimeError, match="tcp_congestion_control"):
         emulated_wan().Wan(sites=2, congestion="pigeon")
+
+
+def test_a_share_of_the_packets_with_data_is_lost_by_chance_and_always_the_same_ones():
+    data, acknowledgement = bytes(10 + 1500), bytes(10 + 52)
+    lost = []
+    for _ in range(2):
+        link = emulated_wan().Link(loss=0.1)
+        for packet in (data, acknowledgement) * 1000:
+            link.put(packet, 0.0)
+        assert len(list(link.arrived(1.0))) + link.dropped == 2000
+        lost.append(link.dropped)
+    assert lost[0] == lost[1] and 70 <= lost[0] <= 130

@@ -41,6 +41,18 @@ def test_its_defaults_are_three_repeats_of_all_arms_at_both_rates(benchmark):
     assert {run.arm for run in runs if run.rate_mbit == 0} == {"streaming"}
 
 
+def test_streams_are_those_of_our_arms_and_earlier_results_had_one(benchmark):
+    runs = benchmark.plan(benchmark.parse(["--streams", "4", "--loss", "1e-4", "--repeats", "1"]))
+    assert {(run.arm, run.streams, run.loss) for run in runs} == {
+        ("torchft", 1, 1e-4), ("plain", 4, 1e-4), ("streaming", 4, 1e-4),
+    }  # fmt: skip
+    words = benchmark.words_of(runs[2], 0, "http://h:1")
+    assert words[words.index("--transport.streams") + 1] == "4"
+    assert "--transport.streams" not in benchmark.words_of(runs[1], 0, "http://h:1")
+    old = benchmark.Run("plain", 100.0, 0, 100, 0.6, 25.0, 2, "default")
+    assert (old.loss, old.streams) == (0.0, 1)
+
+
 @pytest.mark.parametrize(
     "wrong", [["--steps", "70"], ["--steps", "40"], ["--overlap", "5"], ["--arms", "pigeon"], ["--fast"]]
 )

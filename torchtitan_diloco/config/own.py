@@ -99,6 +99,8 @@ class TransportConfig:
     """An exchange that takes longer has failed, in seconds; with method "sync" less than [comm]'s time-outs."""
     max_rate: float = 0.0
     """Ceiling for what this island sends in bulk, in Mbit/s; 0 = none."""
+    streams: int = 1
+    """Connections between two islands that each fragment's bulk is dealt to: more help where a link loses packets."""
 
 
 @dataclass(kw_only=True, slots=True)

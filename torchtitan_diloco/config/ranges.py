@@ -155,6 +155,7 @@ RANGES: dict[str, Range] = {
     **{setting: _name(setting) for setting in names.SHIPPED},
     "transport.exchange_timeout_s": POSITIVE,
     "transport.max_rate": AT_LEAST_0,
+    "transport.streams": Range(lambda v: 1 <= v <= 64, "from 1 to 64"),
     "data.shards": AT_LEAST_1,
     "semi_sync.sync_every": AT_LEAST_1,
     "semi_sync.fragments": AT_LEAST_1,

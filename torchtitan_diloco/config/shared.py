@@ -16,6 +16,7 @@ AGREED: dict[str, str] = {
     "data.shards": "islands share out the shards of the run",
     "debug.seed": "islands begin with the same weights",
     "transport.kind": "islands talk to one another through it",
+    "transport.streams": "both ends of a link deal out the bulk alike",
     "semi_sync": "islands must agree on what is sent when and on how it is merged",
 }
 """Key or section -> why islands must agree on it; compared when an island joins."""

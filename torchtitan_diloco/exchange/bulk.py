@@ -1,7 +1,10 @@
 """Bulk over gloo: what the members of one attempt send one another, through TorchFT's reconfigurable process group."""
 
+import threading
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,8 +18,10 @@ from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.outer import buffers
 
-CHUNK = 4 << 20  # bytes in one message: small enough to be paced, large enough to hide its latency
-AHEAD = 4  # messages under way to each member, so that the link does not idle for a round trip after each
+CHUNK = 1 << 20  # bytes in one message: small enough to be paced, large enough to cost no time by itself
+SMALL = 256 << 10  # bytes; a part is not cut into smaller messages so that every stream gets some
+AHEAD = 4  # messages handed to gloo for each connection, so that it never runs dry
+AT_ONCE = timedelta(milliseconds=1)  # the shortest wait: 0 means the time-out of the group
 
 
 def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, str]:
@@ -36,25 +41,43 @@ def serve_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore
     return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _arrived(receives: Iterable[tuple[tuple[int, int], Any, int]]) -> int:
+    """Bytes of the complete ones, of (sender and stream, work, bytes) in broken groups; of each, they are so in order."""
+    total, over = 0, set()
+    for connection, work, size in receives:
+        if connection in over:
+            continue
+        try:
+            work.wait(AT_ONCE)
+            total += size
+        except RuntimeError:
+            over.add(connection)
+    return total
+
+
 class GlooBulk:
     """Lets the members of an attempt send each of the others a part: of an all-gather, or slices and what becomes of them.
 
     By messages from each to each: gloo's own all-gather sends as much, but copies everything twice more.
 
-    Each fragment has a lane of its own, so that several slots move at once. A lane keeps its group for as long as the epoch
-    lasts, all its members take part and no slot on it has ``failed``; a slot from which some are left out gets a group for
-    itself. The stages of an attempt share one. All members apply these rules alike. The store is served by the lowest
-    member; no prefix is ever used twice (a race in gloo's rendezvous, and what a broken group has left there).
+    Each fragment has a lane of its own, so that several slots move at once. A lane is ``streams`` groups, to which messages
+    are dealt in turn. It keeps them for as long as the epoch lasts, all its members take part and no slot on it has
+    ``failed``; a slot from which some are left out gets groups for itself. The stages of an attempt share them. All members
+    apply these rules alike. The store is served by the lowest member; no prefix is ever used twice (a race in gloo's
+    rendezvous, and what a broken group has left there).
     """
 
-    def __init__(self, host: str, timeout_s: float, max_rate: float, traffic: Traffic) -> None:
+    def __init__(
+        self, host: str, timeout_s: float, max_rate: float, traffic: Traffic, streams: int = 1
+    ) -> None:
         self._group_class = make_group_class(host)
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._traffic = traffic
-        # By lane: slot that used the group last, epoch, group; attempt that has a stage to come, group; latest attempt.
-        self._kept: dict[int, tuple[int, str, Any]] = {}
-        self._between: dict[int, tuple[tuple[int, str], Any]] = {}
+        self._streams = streams
+        # By lane: slot that used the groups last, epoch, groups; attempt that has a stage to come, groups; latest attempt.
+        self._kept: dict[int, tuple[int, str, list[Any]]] = {}
+        self._between: dict[int, tuple[tuple[int, str], list[Any]]] = {}
         self._latest: dict[int, tuple[int, str]] = {}
         self._store, self.address = serve_store(host, 0, self._timeout)
 
@@ -65,34 +88,62 @@ class GlooBulk:
         """
         if bulk.members == (me,):
             return {me.island: bulk.sends[0]}
-        group = self._begin(me, bulk, store)
-        parts = self._send(group, me, bulk)
+        groups = self._begin(me, bulk, store)
+        parts = self._send(groups, me, bulk)
         if self._latest[bulk.fragment] == bulk.attempt:  # else given up long ago, and another has the lane
             if bulk.stage == "slices":
-                self._between[bulk.fragment] = (bulk.attempt, group)
+                self._between[bulk.fragment] = (bulk.attempt, groups)
             elif bulk.whole:
-                self._kept[bulk.fragment] = (*bulk.attempt, group)
+                self._kept[bulk.fragment] = (*bulk.attempt, groups)
         return {m.island: part for m, part in zip(bulk.members, parts, strict=True)}
 
-    def _begin(self, me: Member, bulk: Bulk, store: str) -> Any:
-        """The group for a stage of an attempt."""
+    def _begin(self, me: Member, bulk: Bulk, store: str) -> list[Any]:
+        """The groups for a stage of an attempt."""
         lane, (slot, epoch) = bulk.fragment, bulk.attempt
         if bulk.stage == "merged":
-            attempt, group = self._between.pop(lane, (None, None))
+            attempt, groups = self._between.pop(lane, (None, []))
             if attempt != bulk.attempt:
                 raise RuntimeError("given up between two stages")
-            return group
+            return groups
         self._between.pop(lane, None)
         kept = self._kept.pop(lane, None) if bulk.whole else None
         self._latest[lane] = bulk.attempt
         if kept is not None and kept[1] == epoch:
             return kept[2]
-        group = self._group_class(timeout=self._timeout)
-        prefix = f"{store}/{epoch}/slot-{slot}"
-        group.configure(prefix, f"island_{me.island}", bulk.members.index(me), len(bulk.members))
-        return group
+        return self._configured(f"{store}/{epoch}/slot-{slot}", me, bulk)
 
-    def _send(self, group: Any, me: Member, bulk: Bulk) -> list[torch.Tensor]:
+    def _configured(self, prefix: str, me: Member, bulk: Bulk) -> list[Any]:
+        """New groups, made side by side: one after another, each would cost a long link ten round trips more."""
+        groups = [self._group_class(timeout=self._timeout) for _ in range(self._streams)]
+        errors: list[RuntimeError] = []
+
+        def configure(stream: int) -> None:
+            try:
+                groups[stream].configure(
+                    f"{prefix}/{stream}", f"island_{me.island}", bulk.members.index(me), len(bulk.members)
+                )
+            except RuntimeError as error:
+                errors.append(error)
+
+        # Not a pool: the end of the program would wait for its threads, and a frozen peer for the whole time-out.
+        threads = [
+            threading.Thread(target=configure, args=(stream,), daemon=True, name=f"stream-{stream}")
+            for stream in range(self._streams)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return groups
+
+    def _cut(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """A part as messages; both ends know its size, so they cut it alike."""
+        size = min(CHUNK, max(SMALL, -(-part.numel() // self._streams)))
+        return [part[start : start + size] for start in range(0, part.numel(), size)]
+
+    def _send(self, groups: list[Any], me: Member, bulk: Bulk) -> list[torch.Tensor]:
         """To each member its part, for the part that it sends this island; in their order, of any lengths."""
         mine = bulk.members.index(me)
         others = [rank for rank in range(len(bulk.members)) if rank != mine]
@@ -102,26 +153,32 @@ class GlooBulk:
             for rank, size in enumerate(bulk.sizes)
         ]
         slot = bulk.attempt[0]
-        under_way: deque[tuple[Any, int]] = deque()  # with the bytes that it brings
-
-        def land() -> None:
-            work, received = under_way.popleft()
-            work.wait()
-            self._traffic.add(slot, received=received)
-
-        for start in range(0, max(t.numel() for rank in others for t in (sends[rank], parts[rank])), CHUNK):
-            here = slice(start, start + CHUNK)
-            coming = {rank: part for rank in others if (part := parts[rank][here]).numel()}
-            going = {rank: part for rank in others if (part := sends[rank][here]).numel()}
-            size = sum(part.nbytes for part in going.values())
-            self._bucket.take(size)
-            self._traffic.add(slot, sent=size)
-            under_way += [(group.recv([part], rank, 0), part.nbytes) for rank, part in coming.items()]
-            under_way += [(group.send([part], rank, 0), 0) for rank, part in going.items()]
-            while len(under_way) > 2 * AHEAD * len(others):
-                land()
-        while under_way:
-            land()
+        # All of them before the first byte leaves: gloo sends nothing that it has not been asked for, and asks on the same
+        # connection. Asked for later, a chunk waits until what is queued there has crossed the link the other way.
+        coming = deque(
+            ((rank, number % len(groups)), groups[number % len(groups)].recv([piece], rank, 0), piece.nbytes)
+            for rank in others
+            for number, piece in enumerate(self._cut(parts[rank]))
+        )
+        try:
+            under_way: deque[Any] = deque()
+            for number, pieces in enumerate(zip_longest(*(self._cut(sends[rank]) for rank in others))):
+                going = [(rank, p) for rank, p in zip(others, pieces, strict=True) if p is not None]
+                size = sum(piece.nbytes for _, piece in going)
+                self._bucket.take(size)
+                self._traffic.add(slot, sent=size)
+                group = groups[number % len(groups)]
+                under_way += [group.send([piece], rank, 0) for rank, piece in going]
+                while len(under_way) > AHEAD * len(groups) * len(others):
+                    under_way.popleft().wait()
+            while under_way:
+                under_way.popleft().wait()
+            while coming:
+                coming[0][1].wait()
+                self._traffic.add(slot, received=coming.popleft()[2])
+        except RuntimeError:
+            self._traffic.add(slot, received=_arrived(coming))
+            raise
         return parts
 
     def failed(self, slot: int) -> None:

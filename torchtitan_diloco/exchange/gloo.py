@@ -70,7 +70,11 @@ class GlooTransport(Transport):
         self._merge = merge
         self._traffic = Traffic()
         self._bulk = GlooBulk(
-            self._host, transport.exchange_timeout_s, transport.max_rate * 1e6 / 8, self._traffic
+            self._host,
+            transport.exchange_timeout_s,
+            transport.max_rate * 1e6 / 8,
+            self._traffic,
+            transport.streams,
         )
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}

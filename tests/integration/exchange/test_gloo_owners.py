@@ -21,10 +21,10 @@ class Owner(Gateway):
     """With the production wire, which cuts, encodes and merges."""
 
     def __init__(
-        self, lighthouse: LighthouseConfig, island: int, codec: CodecConfig = LOSSY, max_rate: float = 0.0
+        self, lighthouse: LighthouseConfig, island: int, codec: CodecConfig = LOSSY, **settings
     ) -> None:
         self.wire = Wire(codec, MergeConfig(weight="equal"), FRAGMENTS, "run", island, ISLANDS)
-        super().__init__(lighthouse, island, merge=self.wire.merge, max_rate=max_rate)
+        super().__init__(lighthouse, island, merge=self.wire.merge, **settings)
 
     def send(self, finite: bool = True) -> torch.Tensor:
         """Offer a delta that differs from place to place, island to island and slot to slot. Returns it."""
@@ -52,12 +52,14 @@ def division_of(gateway: Owner) -> Division:
     return Division(tuple(range(ISLANDS)), gateway.wire.merge.sizes(0))
 
 
+@pytest.mark.parametrize("streams", [1, 3])
 def test_five_islands_take_the_same_bits_and_send_two_shares_each(
     patient_lighthouse: LighthouseConfig,
     monkeypatch: pytest.MonkeyPatch,
+    streams: int,
 ) -> None:
     monkeypatch.setattr(bulk, "CHUNK", 70)  # of slices of 198 to 246 bytes, so that several move at once
-    gateways = founded(patient_lighthouse)
+    gateways = founded(patient_lighthouse, streams=streams)
     sizes = division_of(gateways[0]).sizes
     assert len(set(sizes)) > 1, "slices of one length prove less"
     whole = sum(sizes)

@@ -43,6 +43,7 @@ class Gateway:
         run_id: str = "run",
         merge: Merge | None = None,
         max_rate: float = 0.0,
+        streams: int = 1,
     ) -> None:
         self.merged = torch.empty(0)  # of the last slot
         self.island, self.run_id, self.lighthouse = island, run_id, lighthouse
@@ -50,7 +51,7 @@ class Gateway:
         self.transport = GlooTransport(
             IslandConfig(id=island),
             lighthouse,
-            TransportConfig(exchange_timeout_s=10.0, max_rate=max_rate),
+            TransportConfig(exchange_timeout_s=10.0, max_rate=max_rate, streams=streams),
             merge or merge_with("tokens"),
         )
 

@@ -18,7 +18,7 @@ REPO = Path(__file__).parents[3]
 QUICKSTART = REPO / "train_configs" / "quickstart.toml"
 MEANINGLESS = {k for k in keys() if k.startswith(("semi_sync.codec.", "semi_sync.fragment"))}
 MEANINGLESS |= {"semi_sync.module_fqns_per_fragment", "semi_sync.overlap", "semi_sync.mix_alpha"}
-MEANINGLESS |= {"transport.kind", "transport.max_rate", "debug.dump_sends"}
+MEANINGLESS |= {"transport.kind", "transport.max_rate", "transport.streams", "debug.dump_sends"}
 
 
 @pytest.mark.parametrize("key", sorted(MEANINGLESS))

@@ -54,6 +54,7 @@ def test_islands_agree_on_what_defines_the_run_and_not_on_what_is_local(tmp_path
         "data.shards",
         "debug.seed",
         "transport.kind",
+        "transport.streams",
     }
     for key in set(keys()) - {"model.hf_assets_path"}:
         config = RunConfig()
