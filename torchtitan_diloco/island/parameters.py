@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.group import GATEWAY, IslandGroup
 from torchtitan_diloco.island.layout import Box, Layout, Report, UnsupportedLayout, box_of
+from torchtitan_diloco.island.staging import Staging
 from torchtitan_diloco.outer.fragments import Fragment, Piece
 
 
@@ -78,7 +79,8 @@ class IslandParameters:
         # The gateway cuts for everybody; the others only look after themselves.
         wanted = range(group.size) if group.is_gateway else [group.rank]
         self._boxes: dict[int, dict[str, Box]] = {rank: reports[rank].box_table() for rank in wanted}
-        self._scratch = torch.empty(0, dtype=torch.float32)
+        devices = {tensor.device for tensor in self._local.values()}
+        self._staging = Staging(devices.pop() if len(devices) == 1 else torch.device("cpu"))
 
     def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """The fragment's present values, float32, 1-D with ``fragment.numel`` elements; on the gateway only.
@@ -88,15 +90,16 @@ class IslandParameters:
         if not self.group.is_gateway:
             shards = self._shards(fragment, self.group.rank, only_sent=True)
             if shards:
-                buffer = self._buffer(shards)
-                for shard, values in cut(buffer, shards):
-                    values.copy_(self._held(shard))
-                self.group.send(buffer, GATEWAY)
+                self.group.send(self._fetched(shards), GATEWAY)
             return None
         flat = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
         views = dict(fragment.views(flat))
-        for shard in self._shards(fragment, GATEWAY, only_sent=True):
-            shard.inside.of(views[shard.piece]).copy_(self._held(shard))
+        mine = self._shards(fragment, GATEWAY, only_sent=True)
+        present = (
+            cut(self._fetched(mine), mine) if self._staging.staged else ((s, self._held(s)) for s in mine)
+        )
+        for shard, values in present:
+            shard.inside.of(views[shard.piece]).copy_(values)
         for rank in range(1, self.group.size):
             shards = self._shards(fragment, rank, only_sent=True)
             if shards:
@@ -120,8 +123,7 @@ class IslandParameters:
             if mine:
                 buffer = self._buffer(mine)
                 self.group.receive(buffer, GATEWAY)
-                for shard, values in cut(buffer, mine):
-                    self._put(shard, values, alpha)
+                self._put(cut(buffer, mine), alpha)
             return
         assert flat is not None
         views = dict(fragment.views(flat))
@@ -132,25 +134,38 @@ class IslandParameters:
                 for shard, values in cut(buffer, shards):
                     values.copy_(shard.inside.of(views[shard.piece]))
                 self.group.send(buffer, rank)
-        for shard in mine:
-            self._put(shard, shard.inside.of(views[shard.piece]), alpha)
+        wanted = ((shard, shard.inside.of(views[shard.piece])) for shard in mine)
+        self._put(self._staged(mine, wanted) if self._staging.staged else wanted, alpha)
 
     def _buffer(self, shards: list["Shard"]) -> torch.Tensor:
-        """Room for the shards of one rank, used again and again: fresh memory is several times slower than a copy."""
-        length = sum(shard.inside.numel for shard in shards)
-        if self._scratch.numel() < length:
-            self._scratch = torch.empty(length, dtype=torch.float32)
-        return self._scratch[:length]
+        """Room for the shards of one rank, until next time."""
+        return self._staging.buffer(sum(shard.inside.numel for shard in shards))
+
+    def _fetched(self, shards: list["Shard"]) -> torch.Tensor:
+        """The present values of shards of this rank, one after the other, in host memory."""
+        buffer = self._buffer(shards)
+        with self._staging.fetching():
+            for shard, values in cut(buffer, shards):
+                values.copy_(self._held(shard), non_blocking=True)
+        return buffer
+
+    def _staged(self, shards: list["Shard"], wanted: Iterable["Values"]) -> Iterator["Values"]:
+        """The same values in memory that an accelerator copies from by itself."""
+        for (shard, staged), (_, values) in zip(cut(self._buffer(shards), shards), wanted, strict=True):
+            staged.copy_(values)
+            yield shard, staged
 
     def _held(self, shard: "Shard") -> torch.Tensor:
         """The values of a shard of this rank, as a view of what it trains."""
         return shard.of_local.of(local_part(self._local[shard.piece.spec.name]))
 
-    def _put(self, shard: "Shard", values: torch.Tensor, alpha: float) -> None:
-        held = self._held(shard)
-        if alpha:
-            values = held.to("cpu", torch.float32) * alpha + values * (1.0 - alpha)
-        held.copy_(values)
+    def _put(self, wanted: Iterable["Values"], alpha: float) -> None:
+        with self._staging.pushing():
+            for shard, values in wanted:
+                held = self._held(shard)
+                if alpha:
+                    values = held.to("cpu", torch.float32) * alpha + values * (1.0 - alpha)
+                held.copy_(values, non_blocking=True)
 
     def _shards(self, fragment: Fragment, rank: int, only_sent: bool = False) -> list["Shard"]:
         """What a rank holds of a fragment, in the order of its pieces."""
@@ -175,7 +190,10 @@ class Shard:
     of_local: Box
 
 
-def cut(buffer: torch.Tensor, shards: list[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
+Values = tuple[Shard, torch.Tensor]
+
+
+def cut(buffer: torch.Tensor, shards: list[Shard]) -> Iterator[Values]:
     """Each shard's values as a view of a flat buffer that holds them one after the other."""
     offset = 0
     for shard in shards:
