@@ -74,4 +74,4 @@ def changed(key: str) -> Any:
         return not default
     if key in SHIPPED:
         return next((name for name in SHIPPED[key] if name != default), f"{default}x")
-    return f"{default}x" if kind.base == "str" else (default or 0) + (3 if kind.base == "int" else 0.25)
+    return f"{default}x" if kind.base == "str" else (default or 0) + (4 if kind.base == "int" else 0.25)

@@ -51,6 +51,10 @@ def shards(ranges: str) -> list[int]:
 
 
 POSITIVE = Range(lambda v: v > 0, "greater than 0")
+LONGEST_S = 2_000_000
+"""About three weeks. Beyond that, what counts milliseconds in 32 bits overflows, in gloo and in the Lighthouse."""
+SECONDS = Range(lambda v: 0 < v <= LONGEST_S, f"greater than 0 and at most {LONGEST_S}")
+WHOLE_SECONDS = Range(lambda v: 1 <= v <= LONGEST_S, f"from 1 to {LONGEST_S}")
 AT_LEAST_0, AT_LEAST_1 = _least(0), _least(1)
 SHARE = Range(lambda v: 0 <= v <= 1, "from 0 to 1")
 BELOW_1 = Range(lambda v: 0 <= v < 1, "at least 0 and less than 1")
@@ -123,8 +127,8 @@ RANGES: dict[str, Range] = {
     "checkpoint.load_step": _least(0, -1),
     "quantize.grouped_mm.mx.pad_multiple": AT_LEAST_1,
     "activation_checkpoint.memory_budget": SHARE,
-    "comm.init_timeout_seconds": AT_LEAST_1,
-    "comm.train_timeout_seconds": AT_LEAST_1,
+    "comm.init_timeout_seconds": WHOLE_SECONDS,
+    "comm.train_timeout_seconds": WHOLE_SECONDS,
     "comm.trace_buf_size": AT_LEAST_0,
     "metrics.log_freq": AT_LEAST_1,
     "metrics.save_tb_folder": NOT_EMPTY,
@@ -141,19 +145,19 @@ RANGES: dict[str, Range] = {
     "validation.dataloader.num_workers": AT_LEAST_0,
     "validation.dataloader.prefetch_factor": AT_LEAST_1,
     "debug.seed": AT_LEAST_0,
-    "debug.pace_step_seconds": AT_LEAST_0,
+    "debug.pace_step_seconds": Range(lambda v: 0 <= v <= LONGEST_S, f"from 0 to {LONGEST_S}"),
     "data.seed": AT_LEAST_0,
     "island.id": AT_LEAST_0,
     "island.own_sync_every": AT_LEAST_1,
     "island.port": Range(lambda v: 0 <= v <= 65535, "from 0 to 65535"),
     "lighthouse.address": HTTP,
-    "lighthouse.heartbeat_interval_s": POSITIVE,
-    "lighthouse.heartbeat_timeout_s": POSITIVE,
-    "lighthouse.join_timeout_s": POSITIVE,
-    "lighthouse.quorum_interval_s": POSITIVE,
-    "lighthouse.patience_s": POSITIVE,
+    "lighthouse.heartbeat_interval_s": SECONDS,
+    "lighthouse.heartbeat_timeout_s": SECONDS,
+    "lighthouse.join_timeout_s": SECONDS,
+    "lighthouse.quorum_interval_s": SECONDS,
+    "lighthouse.patience_s": SECONDS,
     **{setting: _name(setting) for setting in names.SHIPPED},
-    "transport.exchange_timeout_s": POSITIVE,
+    "transport.exchange_timeout_s": SECONDS,
     "transport.max_rate": AT_LEAST_0,
     "transport.streams": Range(lambda v: 1 <= v <= 64, "from 1 to 64"),
     "data.shards": AT_LEAST_1,
@@ -164,7 +168,10 @@ RANGES: dict[str, Range] = {
     "semi_sync.num_islands": AT_LEAST_1,
     "semi_sync.outer.lr": POSITIVE,
     "semi_sync.outer.momentum": BELOW_1,
-    "semi_sync.codec.block": AT_LEAST_1,
+    "semi_sync.codec.block": Range(
+        lambda v: 2 <= v <= names.LARGEST_BLOCK and v % 2 == 0,
+        f"an even number from 2 to {names.LARGEST_BLOCK}",
+    ),
     "semi_sync.codec.density": Range(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
 }
 TABLE_RANGES: dict[type, dict[str, Range]] = {

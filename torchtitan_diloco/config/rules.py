@@ -13,6 +13,9 @@ from torchtitan_diloco.outer.names import WIRE_SETTINGS
 
 __all__ = ["RANGES", "RULES", "TABLE_RANGES", "WORLD", "broken_range", "broken_ranges", "broken_relations"]
 
+MESSAGE_MBIT = 8 * 1.048576
+"""A message of ``exchange.bulk``."""
+
 WORLD = "islands.ranks"
 """Stands for the number of processes of the island, in the keys of a rule; None where it is not known."""
 
@@ -133,6 +136,12 @@ RULES: tuple[Rule, ...] = (
         # With sync another rule refuses it, and with none it is not used.
         lambda kind, islands, method: kind != "memory" or islands == 1 or method in ("sync", "none"),
         '("memory") joins islands that live in one process, and each of these {1} is started in its own; use "gloo"',
+    ),
+    _rule(
+        "transport.max_rate transport.exchange_timeout_s",
+        lambda rate, timeout: rate == 0 or MESSAGE_MBIT / rate < timeout,
+        "({0} Mbit/s) is too low: 1 MiB, which is sent at once, takes longer at that rate than "
+        "transport.exchange_timeout_s ({1} s); raise one of them",
     ),
     _rule(
         "semi_sync.overlap semi_sync.sync_every",

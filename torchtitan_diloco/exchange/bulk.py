@@ -79,6 +79,7 @@ class GlooBulk:
         self._kept: dict[int, tuple[int, str, list[Any]]] = {}
         self._between: dict[int, tuple[tuple[int, str], list[Any]]] = {}
         self._latest: dict[int, tuple[int, str]] = {}
+        self._abandoned: set[tuple[int, str]] = set()
         self._store, self.address = serve_store(host, 0, self._timeout)
 
     def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:
@@ -165,6 +166,8 @@ class GlooBulk:
             for number, pieces in enumerate(zip_longest(*(self._cut(sends[rank]) for rank in others))):
                 going = [(rank, p) for rank, p in zip(others, pieces, strict=True) if p is not None]
                 size = sum(piece.nbytes for _, piece in going)
+                if bulk.attempt in self._abandoned:
+                    raise RuntimeError("given up")
                 self._bucket.take(size)
                 self._traffic.add(slot, sent=size)
                 group = groups[number % len(groups)]
@@ -180,6 +183,14 @@ class GlooBulk:
             self._traffic.add(slot, received=_arrived(coming))
             raise
         return parts
+
+    def abandon(self, attempt: tuple[int, str]) -> None:
+        """Send nothing more of it: its successor needs the link. Its connections close with its thread, here and there."""
+        self._abandoned.add(attempt)
+
+    def settled(self, slot: int) -> None:
+        """No attempt at the slot will come any more."""
+        self._abandoned = {attempt for attempt in self._abandoned if attempt[0] != slot}
 
     def failed(self, slot: int) -> None:
         """The slot will not commit: to some members its group may be broken, so nobody uses it again."""

@@ -78,6 +78,7 @@ class GlooTransport(Transport):
         )
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}
+        self._fault: BaseException | None = None
         self._news = threading.Condition()
         self._stop = threading.Event()
         self._epoch: Epoch | None = None
@@ -152,7 +153,9 @@ class GlooTransport(Transport):
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
         with self._news:
-            self._news.wait_for(lambda: slot in self._outcomes, timeout=timeout_s)
+            self._news.wait_for(lambda: slot in self._outcomes or self._fault is not None, timeout=timeout_s)
+            if self._fault is not None:
+                raise RuntimeError(f"the exchange thread has ended: {self._fault}") from self._fault
             return self._outcomes.pop(slot, None)
 
     def _finished(self, outcome: Outcome) -> None:
@@ -192,7 +195,17 @@ class GlooTransport(Transport):
             self._events.put(partial(self._protocol.enter, epoch))
 
     def _run(self) -> None:
-        """The exchange thread: feeds the protocol and carries out what it says."""
+        """The exchange thread. What ends it early ends the island's training, which would wait for it for ever."""
+        try:
+            self._exchange()
+        except BaseException as error:
+            logger.exception("the exchange has ended")
+            with self._news:
+                self._fault = error
+                self._news.notify_all()
+
+    def _exchange(self) -> None:
+        """Feed the protocol, and carry out what it says."""
         due = time.monotonic() + TICK_S
         while not self._left:
             try:
@@ -222,11 +235,13 @@ class GlooTransport(Transport):
         elif isinstance(effect, Bulk):
             threading.Thread(target=self._carry, args=(effect,), daemon=True, name="bulk").start()
         elif isinstance(effect, Abandon):
-            pass  # its thread ends by itself, with its connections or its time-out, and what it brings is ignored
+            # Its thread ends before its next message, with its connections or with its time-out; what it brings is ignored.
+            self._bulk.abandon(effect.attempt)
         elif isinstance(effect, Renew):
             self._members.renew()
         elif isinstance(effect, Finished):
             self._waiting = None
+            self._bulk.settled(effect.outcome.slot)
             if effect.outcome.status in ("failed", "withdrawn"):
                 self._bulk.failed(effect.outcome.slot)
             self._finished(effect.outcome)

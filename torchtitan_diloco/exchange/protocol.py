@@ -317,7 +317,13 @@ class SlotProtocol:
         if self.me.island in roll.behind:
             return self._finish(Outcome(offer.slot, "behind", reason="others hold a longer history"))
         if not roll.contributors:
-            return self._fail(offer, "no island has a finite delta")
+            finite = any(heard[m].header.finite for m in offer.epoch.members)
+            return self._fail(
+                offer,
+                "no island has made a step since it last applied the fragment"
+                if finite
+                else "no delta is finite",
+            )
         offer.roll = roll
         offer.phase = Phase.BULK
         offer.tries += 1

@@ -181,7 +181,8 @@ class IslandFigures:
 
     def _round(self, event: Event) -> None:
         self.slot = int(event["round"])
-        self.stall_s += float(event.get("stall_s") or 0.0)
+        if str(event.get("incarnation")) in self._inner_since:  # else before the time that is counted
+            self.stall_s += float(event.get("stall_s") or 0.0)
         if not event.get("committed"):
             self.failed += 1
             return

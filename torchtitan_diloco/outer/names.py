@@ -31,6 +31,9 @@ WIRE_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 """Shipped codec -> which settings it takes."""
 
+LARGEST_BLOCK = 65536
+"""Values that share a scale, at most; with shipped codecs an even number of them."""
+
 EXTENSIBLE = frozenset({METHOD, TRANSPORT, WIRE})
 """Settings whose names third parties can add to."""
 

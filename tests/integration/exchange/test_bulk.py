@@ -15,6 +15,7 @@ from torchtitan_diloco.exchange import bulk
 from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.bulk import GlooBulk
 from torchtitan_diloco.exchange.messages import Member
+from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
 
 CHUNK = 1000
@@ -104,6 +105,28 @@ def test_everything_is_asked_for_before_the_first_byte_leaves(monkeypatch: pytes
     monkeypatch.setattr(ends.ends[0], "_begin", noted)
     together(*ends.calls(0, 0, [[0, 20_500], [40_500, 0]]))
     assert log == ["recv"] * 41 + ["send"] * 21
+
+
+def test_an_abandoned_attempt_leaves_the_link_to_its_successor() -> None:
+    ends = Ends(2)
+    sizes = [[0, 40_000], [40_000, 0]]  # 4 s at the rate
+    for end in ends.ends:
+        end._bucket = TokenBucket(10_000)
+    began = time.monotonic()
+
+    def give_up() -> None:
+        time.sleep(1.0)
+        for end in ends.ends:
+            end.abandon((0, "epoch"))
+
+    together(give_up, *(partial(broken, call) for call in ends.calls(0, 0, sizes)))
+    assert time.monotonic() - began < 3.0
+    sent = [traffic.close(0)[0] for traffic in ends.traffic]
+    assert all(0 < count < 30_000 for count in sent)
+    for end in ends.ends:
+        end.settled(0)
+        assert not end._abandoned
+    assert all(isinstance(parts, dict) for parts in together(*ends.calls(1, 0, [[0, 5000], [5000, 0]])))
 
 
 @pytest.mark.parametrize("streams", [1, 3])

@@ -245,6 +245,23 @@ def started_again(lighthouse: LighthouseConfig, count: int, slots: int) -> list[
     return again
 
 
+def test_a_fault_in_the_exchange_ends_training_instead_of_leaving_it_waiting(
+    lighthouse: LighthouseConfig,
+) -> None:
+    a, b = Gateway(lighthouse, 0), Gateway(lighthouse, 1)
+    together(*(partial(gateway.join, 2) for gateway in (a, b)))
+
+    def fault(*_: object) -> None:
+        raise ZeroDivisionError("of a merge rule")
+
+    a.transport._protocol.merge = fault  # type: ignore[assignment]
+    a.offer(1.0)
+    b.offer(2.0)
+    with pytest.raises(RuntimeError, match="the exchange thread has ended: of a merge rule"):
+        a.settle()
+    leave(a, b, reason="failure")
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_islands_that_have_finished_come_back_for_one_that_has_not(
     lighthouse: LighthouseConfig, count: int
@@ -306,7 +323,10 @@ def test_a_delta_that_is_not_finite_is_left_out_and_its_island_applies_the_rest(
     a, b = founded(lighthouse, 2)
     a.offer(1.0)
     b.offer(float("nan"), finite=False)
-    assert a.settle().participants == b.settle().participants == (0,)
+    outcomes = a.settle(), b.settle()
+    assert [o.participants for o in outcomes] == [(0,), (0,)]
+    # What does not count is not sent.
+    assert [(o.bytes_sent, o.bytes_received) for o in outcomes] == [(4 * SIZE, 0), (0, 4 * SIZE)]
     assert a.state.states[0].digest == b.state.states[0].digest
     leave(a, b)
 

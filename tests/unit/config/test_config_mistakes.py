@@ -239,6 +239,19 @@ ONE_MISTAKE = {
         "[data]\nsources = [\n  {path = 'a'},\n  {path = 'b', weight = 0},\n]",
         "FILE:4: data.sources[1].weight: must be greater than 0, got 0.0",
     ),
+    "longer than milliseconds can count": (
+        "[transport]\nexchange_timeout_s = 1e30",
+        "FILE:2: transport.exchange_timeout_s: must be greater than 0 and at most 2000000, got 1e+30",
+    ),
+    "block of no even number": (
+        "[semi_sync.codec]\nwire = 'int8'\nblock = 63",
+        "FILE:3: semi_sync.codec.block: must be an even number from 2 to 65536, got 63",
+    ),
+    "rate too low for a message": (
+        "[transport]\nmax_rate = 0.001",
+        "FILE:2: transport.max_rate: (0.001 Mbit/s) is too low: 1 MiB, which is sent at once, takes longer at that rate than "
+        "transport.exchange_timeout_s (90 s); raise one of them",
+    ),
     "retired key": (
         "[model]\nprint_after_conversion = true",
         "FILE:2: model.print_after_conversion: gone in TorchTitan 0.3: remove it",

@@ -26,6 +26,7 @@ def slot(number: int, digest: str = "aa", committed: bool = True, stall_s: float
         "event": "round",
         "t": 0.0,
         "step": 0,
+        "incarnation": "a",
         "round": number,
         "committed": committed,
         "digest": digest,
@@ -87,6 +88,12 @@ def test_stall_share_is_over_the_wall_time_of_each_incarnation_and_not_over_the_
         [inner(10, 5000.0, incarnation="b"), slot(2, stall_s=2.0), inner(20, 5010.0, incarnation="b")]
     )
     assert figures.stall_share == pytest.approx(3.0 / 20.0)
+
+
+def test_a_stall_before_the_time_that_is_counted_is_no_share_of_it() -> None:
+    figures = IslandFigures()
+    figures.add([slot(0, stall_s=30.0), inner(10, 0.0), slot(1, stall_s=1.0), inner(20, 10.0)])
+    assert figures.stall_share == pytest.approx(0.1)
 
 
 def test_progress_is_a_step_or_a_committed_slot_not_reached_before() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan_diloco.outer.codec.codec import Codec
+from torchtitan_diloco.outer.names import LARGEST_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +14,8 @@ class BlockCodec(Codec):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if not 2 <= self.block <= 65536 or self.block % 2:
-            raise ValueError(f"block must be an even number from 2 to 65536, got {self.block}")
+        if not 2 <= self.block <= LARGEST_BLOCK or self.block % 2:
+            raise ValueError(f"block must be an even number from 2 to {LARGEST_BLOCK}, got {self.block}")
 
     @property
     def unit(self) -> int:

@@ -215,9 +215,10 @@ class Plan:
 
     def _numbers(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The buffers as the float32 values that they hold, if there is nothing to decode."""
-        if not self.codec.is_plain or any(buffer.data_ptr() % self.dtype.itemsize for buffer in buffers):
+        if not self.codec.is_plain:
             return []
-        return [buffer.view(self.dtype) for buffer in buffers]
+        size = self.dtype.itemsize
+        return [(b if b.data_ptr() % size == 0 else b.clone()).view(self.dtype) for b in buffers]
 
     def _sum_numbers(
         self, chunk: Chunk, numbers: Sequence[torch.Tensor], shares: Sequence[float], target: torch.Tensor
