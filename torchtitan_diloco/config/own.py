@@ -96,7 +96,7 @@ class TransportConfig:
     kind: str = "gloo"
     """Registered transport."""
     exchange_timeout_s: float = 90.0
-    """Seconds without anything arriving after which an exchange has failed; with method "sync" less than [comm]'s time-outs."""
+    """Seconds without an arrival after which an exchange has failed; with method "sync" less than [comm]'s time-outs."""
     max_rate: float = 0.0
     """Ceiling for what this island sends in bulk, in Mbit/s; 0 = none."""
     streams: int = 1

@@ -250,7 +250,7 @@ ONE_MISTAKE = {
     "rate too low for a message": (
         "[transport]\nmax_rate = 0.001",
         "FILE:2: transport.max_rate: (0.001 Mbit/s) is too low: 1 MiB, which is sent at once, takes longer at that rate than "
-        "transport.exchange_timeout_s (90 s); raise one of them",
+        "transport.exchange_timeout_s (90.0 s); raise one of them",
     ),
     "retired key": (
         "[model]\nprint_after_conversion = true",
