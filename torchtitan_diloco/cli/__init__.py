@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from torchtitan_diloco.cli.output import dispensable_output, to_nowhere
 from torchtitan_diloco.cli.stop import stop_requests
 from torchtitan_diloco.errors import Resumable, UserError
 
@@ -12,12 +13,12 @@ COMMANDS = {
     "run": "start a Lighthouse and several islands on this machine and train",
     "lighthouse": "run the Lighthouse that islands of a run meet at",
     "validate": "check configuration files and print them resolved, with the origin of each value",
-    "data": "prepare a corpus",
+    "data": "prepare, verify and inspect corpora, and audit what a run did with them",
 }
 """Command -> what it does. Only the chosen command's module is imported."""
 
 DRAINING = frozenset({"run"})
-"""Commands that look at `stop.stop_requests` themselves."""
+"""Commands that look at `stop.stop_requests` themselves, and go on when nobody reads their output any more."""
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_RESUMABLE, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -49,6 +50,20 @@ def dispatch(argv: list[str]) -> int:
         return EXIT_USAGE
     if argv[0] in DRAINING:
         stop_requests()
+        with dispensable_output():
+            return _command(argv)
+    try:
+        code = _command(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has gone (`... | head`); what is buffered would make the interpreter complain at its end.
+        to_nowhere(sys.stdout)
+        return EXIT_FAILED
+
+
+def _command(argv: list[str]) -> int:
     try:
         command = importlib.import_module(f"torchtitan_diloco.cli.{argv[0]}")
         return int(command.main(argv[1:]))
@@ -61,7 +76,3 @@ def dispatch(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone (`... | head`); without this, the interpreter complains again at exit.
-        sys.stdout = None
-        return EXIT_FAILED

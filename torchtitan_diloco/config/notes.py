@@ -68,7 +68,7 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
     elif c.semi_sync.method != "none" and c.semi_sync.sync_every > c.training.steps:
         found.append(
             f"semi_sync.sync_every ({c.semi_sync.sync_every}) is more than training.steps ({c.training.steps}): "
-            "the islands never exchange anything"
+            "the islands exchange only once, at the last step"
         )
     if c.semi_sync.method == "none" and c.semi_sync.num_islands > 1:
         found.append(f'semi_sync.method = "none": the {c.semi_sync.num_islands} islands train on their own')

@@ -14,7 +14,7 @@ def remedy(path: str | Path, *, tokenizer: str | Path = "TOKENIZER", seq_len: in
     """One clause, and the command where it can be known; input that lies at `path` is left where it is."""
     there = Path(path)
     words = ["--tokenizer", str(tokenizer), "--seq-len", str(seq_len)]
-    if _is_ours(there):
+    if holds_corpus_files(there):
         again = ["data", "prepare", "--input", "FILE", *words, "--output", str(path)]
         return (
             "the folder holds a corpus without its manifest.json; copy that back (`torchtitan-diloco data verify "
@@ -38,7 +38,7 @@ def remedy(path: str | Path, *, tokenizer: str | Path = "TOKENIZER", seq_len: in
     return f"{what}; run `torchtitan-diloco data prepare {shlex.join(words)}`{then}"
 
 
-def _is_ours(folder: Path) -> bool:
+def holds_corpus_files(folder: Path) -> bool:
     """Whether `data prepare` has written it: `datasets` says in a file's name how many there are."""
     return any(_SHARD.fullmatch(file.name) for file in folder.glob("data-*.arrow"))
 

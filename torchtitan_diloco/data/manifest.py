@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torchtitan_diloco.data.absent import remedy
 from torchtitan_diloco.errors import UserError
@@ -93,30 +93,53 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _record(data: dict[str, Any]) -> FileRecord:
-    record = FileRecord(**data)
-    if [type(value) for value in (record.name, record.bytes, record.sha256)] != [str, int, str]:
-        raise ValueError(f"{data} describes no file")
-    return record
+def _what(value: Any) -> str:
+    """What a JSON value is, in the words of JSON."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {dict: "an object", list: "a list", str: "text", float: "a fraction", int: "a number"}
+    return names[type(value)]
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """The value of a field of this type, checked all the way down; ValueError says which field is not as it must be."""
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} is {_what(value)} instead of an object")
+        types = get_type_hints(kind)
+        prefix = "" if where == "it" else f"{where}."
+        for name in [name for name in types if name not in value] + sorted(value.keys() - types.keys()):
+            raise ValueError(f"{prefix}{name} is {'missing' if name in types else 'unknown'}")
+        return kind(**{name: _read(of, value[name], prefix + name) for name, of in types.items()})  # type: ignore[operator]
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is {_what(value)} instead of a list")
+        return tuple(_read(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    allowed = get_args(kind) or (kind,)
+    if type(value) not in allowed:
+        raise ValueError(f"{where} is {_what(value)} instead of {'text' if str in allowed else 'a number'}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{where} is {value}, below 0")
+    return value
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
-    digest = data.pop("digest")
-    manifest = Manifest(
-        **data
-        | {
-            "tokenizer": TokenizerRecord(**data["tokenizer"]),
-            "counts": Counts(**data["counts"]),
-            "files": tuple(_record(record) for record in data["files"]),
-            "sources": tuple(_record(record) for record in data["sources"]),
-        }
-    )
+    digest = _read(str, data.pop("digest", None), "digest")
+    manifest: Manifest = _read(Manifest, data, "it")
     if manifest.digest != digest:
         raise ValueError("its digest does not fit its contents")
     # Of these the digest knows nothing.
     if not any(record.name.endswith(".arrow") for record in manifest.files):
-        raise ValueError("it names no data files")
+        raise ValueError("files names no data files")
     return manifest
+
+
+def is_manifest(file: Path) -> bool:
+    """Whether this is one of ours, damaged perhaps, and not something else of the same name."""
+    try:
+        return "format_version" in json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Manifest:
@@ -127,7 +150,9 @@ def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Ma
     file = Path(path) / FILE_NAME
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        version = data["format_version"]
+        if not isinstance(data, dict):
+            raise ValueError(f"it is {_what(data)} instead of an object")
+        version = _read(int, data.get("format_version"), "format_version")
         if version != FORMAT_VERSION:
             raise UserError(
                 f"{setting}: {path} has format version {version}, this release reads {FORMAT_VERSION}; prepare it again"
@@ -137,7 +162,7 @@ def load_manifest(path: str | Path, *, setting: str = "data.sources.path") -> Ma
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise UserError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
         raise UserError(f"{setting}: no prepared corpus at {path}: {remedy(path)}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{setting}: {file} is damaged ({error}); remove {path} and prepare it again"
         ) from error

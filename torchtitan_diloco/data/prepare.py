@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_diloco import assets
-from torchtitan_diloco.data.absent import remedy
+from torchtitan_diloco.data.absent import holds_corpus_files, remedy
 from torchtitan_diloco.data.atomic import appearing_folder, exclusive
 from torchtitan_diloco.data.chunks import CHUNK_BYTES, cut, workers_for
 from torchtitan_diloco.data.fits import Settings, check_fits, check_same_source
@@ -22,6 +22,7 @@ from torchtitan_diloco.data.manifest import (
     FileRecord,
     Manifest,
     TokenizerRecord,
+    is_manifest,
     load_manifest,
     sha256_file,
     verify,
@@ -97,6 +98,8 @@ def prepare(
         raise UserError(f"--jobs: must be at least 1, not {jobs}; leave it out for one per core")
     if not 1 <= seq_len <= MAX_SEQ_LEN:
         raise UserError(f"{settings.seq_len}: must be at least 1 and at most {MAX_SEQ_LEN}, not {seq_len}")
+    target = Path(output)
+    _require_apart(inputs, target, settings)
     job = _Job(
         sources=Sources.find(inputs, text_key, settings.input),
         tokenizer_dir=str(tokenizer_dir),
@@ -106,7 +109,6 @@ def prepare(
         progress=progress,
         jobs=jobs,
     )
-    target = Path(output)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(target) as locked:
@@ -160,16 +162,26 @@ def ensure_prepared(
     return manifest
 
 
+def _require_apart(inputs: Sequence[str | Path], target: Path, settings: Settings) -> None:
+    """Raises UserError where the output is an input or holds one: whatever else is said of it, it must not be removed."""
+    output = target.resolve()
+    for given in inputs:
+        path = assets.resolve(given).resolve()
+        if path == output:
+            raise UserError(f"{settings.output}: {target} is the input itself; give another folder")
+        if output in path.parents:
+            raise UserError(f"{settings.output}: the input {given} lies inside {target}; give another folder")
+
+
 def _is_free(target: Path) -> bool:
     """Whether a folder can be put at `target`: nothing is there, or an empty folder."""
     return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
 def _existing(target: Path, job: _Job) -> Manifest:
-    if not (target / FILE_NAME).exists():
-        raise UserError(
-            f"{job.settings.output}: {target} is there but holds no prepared corpus; remove it or give another folder"
-        )
+    if not holds_corpus_files(target) and not is_manifest(target / FILE_NAME):
+        what = "holds something else than a prepared corpus" if target.is_dir() else "is a file"
+        raise UserError(f"{job.settings.output}: {target} {what}; give another folder")
     found = verify_sizes(target, setting=job.settings.output)
     if (found.sources, found.seq_len, found.text_key, found.tokenizer.sha256) != (
         job.sources.records,

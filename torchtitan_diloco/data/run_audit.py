@@ -8,6 +8,8 @@ from torchtitan_diloco.data.audit import Account, Report, audit
 from torchtitan_diloco.data.ledger import LEDGER, READING, read_ledger, read_reading
 from torchtitan_diloco.errors import UserError
 
+RUN = "run.json"
+"""Written by the launcher, which gives a run its id."""
 SHOWN = 20
 """Lost ranges that are printed of one epoch."""
 
@@ -20,7 +22,9 @@ def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
     if not runs:
         raise UserError(f"{setting}: no folder given; give that of a run, job.dump_folder/job.name")
     accounts, notes = [], []
-    for run in {run.resolve(): run for run in runs}.values():  # one that is given twice counts once
+    runs = list({run.resolve(): run for run in runs}.values())  # one that is given twice counts once
+    _require_one_run(runs, setting)
+    for run in runs:
         if not (paths := _ledgers(run)):
             problem = "has no island-*/" + LEDGER if run.is_dir() else "is no folder"
             raise UserError(
@@ -40,6 +44,25 @@ def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
     report = audit(accounts)
     report.notes += notes
     return report
+
+
+def _require_one_run(runs: Sequence[Path], setting: str) -> None:
+    """Ledgers of two runs add up to an account of neither. Trainers started by hand leave no run.json: that fits any."""
+    known = {run: found for run in runs if (found := _run_id(run)) is not None}
+    for run, found in known.items():
+        first, expected = next(iter(known.items()))
+        if found != expected:
+            raise UserError(
+                f"{setting}: {first} is of run {expected} and {run} of run {found}; give folders of one run"
+            )
+
+
+def _run_id(run: Path) -> str | None:
+    try:
+        found = json.loads((run / RUN).read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _ledgers(run: Path) -> list[Path]:

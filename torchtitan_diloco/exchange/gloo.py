@@ -269,9 +269,18 @@ class GlooTransport(Transport):
         """At the end of the run, stay for an island that has just been lost: it can only finish with this state."""
         assert self._members is not None
         deadline = time.monotonic() + LINGER_S
+        said = False
         while time.monotonic() < deadline and not self._stop.is_set():
             if not (behind := self._behind(self._known)):
                 return
+            if not said:
+                said = True
+                logger.info(
+                    "this island has finished; it waits, at most %g s, for islands %s, which have not and can take the "
+                    "final state only from one that has",
+                    LINGER_S,
+                    behind,
+                )
             self._note(Waiting(f"islands {behind}", deadline - LINGER_S, "they have not finished"))
             time.sleep(0.1)
 

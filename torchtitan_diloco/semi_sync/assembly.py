@@ -81,6 +81,13 @@ class Assembly:
 
     def linger(self) -> None:
         """At the end of the run, stay for an island that has been lost: only here can it find the last state."""
+        if lost := self._known - self.members.keys():
+            logger.info(
+                "this island has finished; it waits, at most %g s, for islands %s, which have not and can take the final "
+                "state only from one that has",
+                LINGER_S,
+                sorted(lost),
+            )
         self._stay(self._known, LINGER_S)
 
     def help_others_finish(self) -> None:

@@ -211,7 +211,7 @@ def test_a_trainer_takes_its_file_from_the_command_line() -> None:
         ("[training]\nsteps = 50", "lr_scheduler.warmup_steps (200) leaves none of 50 steps"),
         (
             "[semi_sync]\nsync_every = 99999",
-            "semi_sync.sync_every (99999) is more than training.steps (10000)",
+            "semi_sync.sync_every (99999) is more than training.steps (10000): the islands exchange only once, at the last",
         ),
         ("[training]\ndataset = 'c4'\n[[data.sources]]\npath = 'x'", "training.dataset: not used, because"),
         (

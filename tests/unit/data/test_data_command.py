@@ -87,9 +87,9 @@ def test_verify_notices_files_that_the_manifest_lacks(
     prepare([text_file], tokenizer_dir, 16, output)
     manifest = json.loads((output / "manifest.json").read_text())
     for files, message in (
-        ([], "it names no data files"),
+        ([], "files names no data files"),
         (manifest["files"][1:], "sequences, its manifest says"),
-        ([{"name": 5, "bytes": 1, "sha256": ""}], "describes no file"),
+        ([{"name": 5, "bytes": 1, "sha256": ""}], "files[0].name is a number instead of text"),
     ):
         (output / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
         assert dispatch(["data", "verify", str(output)]) == 2

@@ -1,5 +1,6 @@
 """Preparing a corpus: deterministic, complete or absent, once even with many callers, and clear about what is wrong."""
 
+import copy
 import errno
 import gzip
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +207,50 @@ def test_a_corpus_without_its_manifest_is_told_from_a_folder_of_datasets(
         load_manifest(corpus_dir)
 
 
+def places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """Every place in a JSON value, its root included."""
+    yield ()
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from ((key, *rest) for rest in places(inner))
+
+
+def test_a_value_of_the_wrong_type_anywhere_in_a_manifest_is_named_with_its_field(corpus_dir: Path) -> None:
+    file = corpus_dir / "manifest.json"
+    whole = json.loads(file.read_text())
+    cases = [(place, value) for place in places(whole) for value in (None, [], {}, "x", -1)]
+    assert len(cases) > 100
+    # Text that the digest does not cover may be any text; of the files, `verify` finds what is wrong.
+    free = [("text_key",), ("tokenizer", "path"), ("sources", 0, "name"), ("sources", 0, "sha256")]
+    for i, record in enumerate(whole["files"]):
+        free += [
+            ("files", i, key)
+            for key in record
+            if key == "sha256" or (key == "name" and not record[key].endswith(".arrow"))
+        ]
+    harmless = [*((place, "x") for place in free), (("tokenizer", "bos_id"), None), (("sources",), [])]
+    for place, value in cases:
+        changed = copy.deepcopy({"root": whole})
+        inner: Any = changed
+        *path, last = ("root", *place)
+        for key in path:
+            inner = inner[key]
+        inner[last] = value
+        file.write_text(json.dumps(changed["root"]))
+        if (place, value) in harmless:
+            load_manifest(corpus_dir)
+            continue
+        with pytest.raises(UserError) as caught:
+            load_manifest(corpus_dir)
+        said = str(caught.value)
+        assert said.startswith(f"data.sources.path: {file} is damaged (") and "prepare it again" in said, said
+        assert "\n" not in said
+        field = next((key for key in reversed(place) if isinstance(key, str)), "it")
+        assert field in said or "its digest does not fit" in said, (place, value, said)
+        for internal in ("NoneType", "argument", "indices", "mapping", "attribute", "object is not", "'"):
+            assert internal not in said, said
+
+
 def test_ensure_prepared_refuses_a_corpus_that_does_not_fit(
     corpus_dir: Path, text_file: Path, tokenizer_dir: Path, make_tokenizer: Callable[..., Path]
 ) -> None:
@@ -314,13 +360,34 @@ def test_a_target_that_is_no_corpus_is_left_alone(
     for name in ("folder", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "folder" / "precious").write_text("mine")
-    with pytest.raises(UserError, match=r"data\.sources\.path: .* is there but holds no prepared corpus"):
+    foreign = r"data\.sources\.path: .* holds something else than a prepared corpus; give another folder$"
+    with pytest.raises(UserError, match=foreign):
         prepare([text_file], tokenizer_dir, SEQ_LEN, tmp_path / "folder")
     assert_nothing_but(tmp_path / "folder", "precious")
+    (tmp_path / "folder" / "manifest.json").write_text('{"name": "of a web page"}')
+    with pytest.raises(UserError, match=foreign):
+        prepare([text_file], tokenizer_dir, SEQ_LEN, tmp_path / "folder")
+    with pytest.raises(UserError, match=r"precious is a file; give another folder$"):
+        prepare([text_file], tokenizer_dir, SEQ_LEN, tmp_path / "folder" / "precious")
     with pytest.raises(UserError, match=r"data\.sources\.path: cannot write .*File exists"):
         prepare([text_file], tokenizer_dir, SEQ_LEN, text_file / "corpus")
     prepare([text_file], tokenizer_dir, SEQ_LEN, tmp_path / "empty")
     assert verify(tmp_path / "empty").counts.documents == 300
+
+
+def test_an_output_that_is_or_holds_an_input_is_refused_by_that_and_left_alone(
+    corpus_dir: Path, text_file: Path, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(text_file)
+    for given, output in ((text_file, text_file), (text_file, link), (link, text_file)):
+        with pytest.raises(UserError, match=f"{output} is the input itself; give another folder$"):
+            prepare([given], tokenizer_dir, SEQ_LEN, output)
+    own = corpus_dir / "data-00000.arrow"
+    for given, output in ((text_file, text_file.parent), (own, corpus_dir)):
+        with pytest.raises(UserError, match=f"the input {given} lies inside {output}; give another folder$"):
+            prepare([given], tokenizer_dir, SEQ_LEN, output)
+    assert text_file.is_file() and own.is_file()
 
 
 @contextmanager
@@ -365,6 +432,7 @@ CHILD = """
 import logging, os, sys, time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from torchtitan_diloco.data import prepare, writer
 logging.basicConfig(level=logging.INFO)
 writer.BLOCK_BYTES = 1024

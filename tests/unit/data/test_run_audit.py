@@ -1,6 +1,7 @@
 """``data audit`` on folders that are no runs, and on ledgers that were edited."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,22 @@ def test_a_folder_that_is_no_run_is_refused_beside_one_that_is(
     ):
         assert dispatch(["data", "audit", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_folders_of_two_runs_are_refused_and_copies_of_one_are_not(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(run, run.parent / "other")
+    (run / "run.json").write_text('{"run_id": "first"}')
+    (other / "run.json").write_text('{"run_id": "second"}')
+    for folders in ((run, other), (other, run)):
+        assert dispatch(["data", "audit", *map(str, folders)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: RUN: ") and error.count("\n") == 1
+        assert f"{run} is of run first" in error or f"{run} of run first" in error
+        assert f"{other} is of run second" in error or f"{other} of run second" in error
+    for text in ('{"run_id": "first"}', "[]"):  # a copy, a damaged one, none at all
+        (other / "run.json").write_text(text)
+        assert dispatch(["data", "audit", str(run), str(other)]) == 0
+    (other / "run.json").unlink()
+    assert dispatch(["data", "audit", str(run), str(other)]) == 0

@@ -1,6 +1,5 @@
 """One local run from its resolved configuration to its exit code."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -200,9 +199,7 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             if lighthouse is not None:
                 lighthouse.stop()
     agreement = anchor_agreement({island.number: island.figures for island in islands})
-    # A reader that has gone away (`run | head`) changes nothing about how the run ended.
-    with contextlib.suppress(OSError):
-        print_closing(console, islands, agreement, folder)
+    print_closing(console, islands, agreement, folder)
     for island in islands:
         if island.phase is Phase.FATAL and island.reason:
             # An island that knows its end gives the reason, and the reason is the user's to put right.

@@ -31,7 +31,7 @@ _STYLE = {
 
 
 class View:
-    """Shows islands while they run. A terminal that goes away in the middle silences it and stops nothing."""
+    """Shows islands while they run."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class View:
         self._now = now
         self._began = now()
         self._shown = now()
-        self._broken = False
         # No refresh thread: the launcher forks, and children are tied to the thread that forked them.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -63,12 +62,12 @@ class View:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._guarded(self._draw)
-            self._guarded(self._live.stop)
+            self._draw()
+            self._live.stop()
 
     def tell(self, message: str) -> None:
         """One event, above the live table or as a line of its own."""
-        self._guarded(lambda: say(self._console, message))
+        say(self._console, message)
 
     def refresh(self) -> None:
         """Bring the picture up to date if it is time; on a plain stream one line per island."""
@@ -76,7 +75,7 @@ class View:
             return
         self._shown = self._now()
         if self._live is not None:
-            self._guarded(self._draw)
+            self._draw()
         else:
             for island in self._islands:
                 self.tell(self._line(island))
@@ -84,14 +83,6 @@ class View:
     def _draw(self) -> None:
         assert self._live is not None
         self._live.update(self._picture(), refresh=True)
-
-    def _guarded(self, show: Callable[[], None]) -> None:
-        if self._broken:
-            return
-        try:
-            show()
-        except OSError:
-            self._broken = True
 
     def _line(self, island: Island) -> str:
         cells = self._cells(island)
@@ -163,11 +154,20 @@ def print_closing(console: Console, islands: Sequence[Island], agreement: Agreem
         )
     console.print(table)
     if agreement.slot is not None and agreement.equal:
-        say(console, f"anchors are equal at slot {agreement.slot}")
+        say(console, f"anchors are equal at slot {agreement.slot}{_of_whom(all_held, agreement)}")
     elif agreement.slot is not None:
         held = ", ".join(f"island {i}: {digest[:SHORT]}" for i, digest in sorted(agreement.digests.items()))
         say(console, f"anchors DIFFER at slot {agreement.slot}: {held}", style="bold red")
     say(console, f"run folder: {folder}")
+
+
+def _of_whom(all_held: Mapping[int, Mapping[int, str]], agreement: Agreement) -> str:
+    """Nothing where every island ended at that slot: else it would read as if the one that was lost before had, too."""
+    if all(max(digests, default=None) == agreement.slot for digests in all_held.values()):
+        return ""
+    whole = len(agreement.digests) == len(all_held)
+    who = "all of them" if whole else f"islands {', '.join(map(str, sorted(agreement.digests)))}"
+    return f", the last that {who} hold"
 
 
 def make_console() -> Console:
