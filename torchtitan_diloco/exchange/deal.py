@@ -28,24 +28,18 @@ class Merge(Protocol):
         """The merged delta from the encoded merged slices of all owners."""
 
 
-_WHOLE: Stage = "whole"
-_SLICES: Stage = "slices"
-
-
 def first_bulk(offer: Offer, island: int, merge: Merge) -> Bulk:
     """The bulk that an attempt begins with, once its roll is called. All members decide alike."""
     assert offer.roll is not None
     members, contributors = offer.roll.members, offer.roll.contributors
     sizes = merge.sizes(offer.header.fragment) if len(members) > FEW else ()
-    if len(sizes) <= 1:
-        stage, size, sends = _WHOLE, offer.payload.nbytes, [offer.payload] * len(members)
-    else:
-        offer.division = Division(owners(members, len(sizes)), sizes)
-        stage, size = _SLICES, offer.division.nbytes(island)
-        sends = [offer.division.part(offer.payload, i) for i in members]
-    if (
-        island not in contributors
-    ):  # it takes the result, and owns slices like the others, but has nothing to say
+    stage: Stage = "whole"
+    size, sends = offer.payload.nbytes, [offer.payload] * len(members)
+    if len(sizes) > 1:
+        stage, offer.division = "slices", Division(owners(members, len(sizes)), sizes)
+        size, sends = offer.division.nbytes(island), [offer.division.part(offer.payload, i) for i in members]
+    # A listener takes the result, and owns slices like the others, but has nothing to say.
+    if island not in contributors:
         sends = [offer.payload[:0]] * len(members)
     return _bulk(offer, stage, sends, [size if i in contributors else 0 for i in members])
 
