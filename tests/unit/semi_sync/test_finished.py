@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.golden.turns import Turns, TurnsTransport
-from tests.helpers.methods import method_of
+from tests.helpers.pacer import Pacer
 from torchtitan_diloco.config.own import SemiSyncConfig
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.memory import MemoryNet
 from torchtitan_diloco.exchange.transport import Hello, Joined
 from torchtitan_diloco.observe.reading import EventTail
 from torchtitan_diloco.outer.state import OuterState
-from torchtitan_diloco.semi_sync.diloco import DiLoCo
 
 STEPS = 8
 
 
-class Island:
+class Island(Pacer):
     """Of a run of two islands; each start of it is given what the one before has left."""
 
     def __init__(
@@ -34,26 +32,10 @@ class Island:
         num_islands: int = 2,
         transport: type[TurnsTransport] = TurnsTransport,
     ) -> None:
-        self.number, self.folder = number, folder
-        self.model = nn.Linear(3, 1, bias=False)
-        with torch.no_grad():
-            self.model.weight.zero_()
-        self.method: DiLoCo = method_of(
-            self.model,
-            SemiSyncConfig(sync_every=2, num_islands=num_islands),
-            folder,
-            partial(transport, net=turns.net, turns=turns),
-            island=number,
-            steps=STEPS,
-            incarnation=incarnation,
+        config = SemiSyncConfig(sync_every=2, num_islands=num_islands)
+        super().__init__(
+            number, turns, folder, config, steps=STEPS, incarnation=incarnation, transport=transport
         )
-        self.step = 0
-
-    @torch.no_grad()
-    def train(self, until: int) -> None:
-        while self.step < until:
-            self.model.weight.add_(1.0 + self.number)
-            self.step = self.method.after_inner_step(self.step + 1, 10)
 
     def saved(self) -> tuple[int, Any, Any]:
         description, tensors = self.method.state()

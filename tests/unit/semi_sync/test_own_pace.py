@@ -4,12 +4,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from tests.golden.compare import rounds
-from tests.golden.turns import Turns, TurnsTransport
+from tests.golden.turns import Turns
 from tests.helpers.methods import method_of
+from tests.helpers.pacer import Pacer
 from torchtitan_diloco.config.own import SemiSyncConfig
 from torchtitan_diloco.exchange.memory import MemoryNet, MemoryTransport
 from torchtitan_diloco.semi_sync.diloco import DiLoCo
@@ -18,38 +18,17 @@ STEPS = 40  # of run progress
 CONFIG = SemiSyncConfig(sync_every=10, num_islands=2)
 
 
-class Island:
-    def __init__(self, number: int, own: int, turns: Turns, folder: Path, incarnation: str = "first") -> None:
-        self.number = number
-        self.model = nn.Linear(3, 1, bias=False)
-        with torch.no_grad():
-            self.model.weight.zero_()
-        self.method: DiLoCo = method_of(
-            self.model,
-            CONFIG,
-            folder,
-            partial(TurnsTransport, net=turns.net, turns=turns),
-            island=number,
-            steps=STEPS,
-            sync_every=own,
-            incarnation=incarnation,
-        )
-        self.step = 0
-
-    @torch.no_grad()
-    def train(self, until: int) -> None:
-        while self.step < until:
-            self.model.weight.add_(1.0 + self.number)
-            self.step = self.method.after_inner_step(self.step + 1, 10)
+def pacer(number: int, own: int, turns: Turns, folder: Path) -> Pacer:
+    return Pacer(number, turns, folder, CONFIG, steps=STEPS, own=own)
 
 
 def test_a_joiner_goes_on_where_the_run_is_in_steps_of_its_own(tmp_path: Path) -> None:
     turns = Turns(MemoryNet())
-    first = Island(0, 10, turns, tmp_path)
+    first = pacer(0, 10, turns, tmp_path)
     first.method.join(0)
     turns.net.run(1.0)
     turns.run([partial(first.train, 24)])
-    second = Island(1, 5, turns, tmp_path)
+    second = pacer(1, 5, turns, tmp_path)
     second.step = second.method.join(0)
     assert second.step == 12 and second.method.next_slot == 2
     turns.net.run(1.0)
@@ -64,11 +43,11 @@ def test_a_joiner_goes_on_where_the_run_is_in_steps_of_its_own(tmp_path: Path) -
 
 def test_a_slow_joiner_of_a_fast_run_does_not_pass_a_slot(tmp_path: Path) -> None:
     turns = Turns(MemoryNet())
-    first = Island(0, 50, turns, tmp_path)
+    first = pacer(0, 50, turns, tmp_path)
     first.method.join(0)
     turns.net.run(1.0)
     turns.run([partial(first.train, 99)])  # one step before its second slot
-    second = Island(1, 5, turns, tmp_path)
+    second = pacer(1, 5, turns, tmp_path)
     second.step = second.method.join(0)
     assert (second.step, second.method.next_slot) == (9, 1)
     turns.net.run(1.0)
