@@ -48,6 +48,7 @@ class SlotProtocol:
         self.floor = 0  # slots below it were settled here, or passed before this island came
         self.committed: dict[int, tuple[str, str]] = {}  # slot -> (epoch, digest)
         self.failed: set[int] = set()
+        self.behind: set[int] = set()  # slots to be offered again, unless healing takes this island past them
         self.void: set[tuple[int, str]] = set()
         self.headers: dict[tuple[int, str], dict[Member, Announce]] = {}
 
@@ -57,7 +58,8 @@ class SlotProtocol:
         """Start on a slot. payload: 1-D, this island's encoded delta. A slot it was behind in may be offered again."""
         assert header.slot not in self.offers
         self.offers[header.slot] = offer = Offer(header, payload, outer_step)
-        self.floor = min(self.offers)
+        self.behind.discard(header.slot)
+        self.floor = self._oldest(header.slot)
         return self._announce(offer)
 
     def enter(self, epoch: Epoch) -> list[Effect]:
@@ -142,7 +144,8 @@ class SlotProtocol:
         effects: list[Effect] = []
         for offer in [o for o in self.offers.values() if o.slot < slot and o.phase is Phase.HEADERS]:
             effects += self._finish(Outcome(offer.slot, "behind", reason="this island's state is past it"))
-        self.floor = max(self.floor, min(self.offers, default=slot))
+        self.behind = {s for s in self.behind if s >= slot}
+        self.floor = max(self.floor, self._oldest(slot))
         return effects
 
     def tick(self) -> list[Effect]:
@@ -273,6 +276,10 @@ class SlotProtocol:
             return Answer(epoch, slot, "failed")
         return Answer(epoch, slot, "undecided" if self._open((slot, epoch)) else "void")
 
+    def _oldest(self, slot: int) -> int:
+        """The first slot, at most ``slot``, that is not over for this island."""
+        return min([*self.offers, *self.behind, slot])
+
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _open(self, attempt: tuple[int, str]) -> Offer | None:
@@ -374,10 +381,10 @@ class SlotProtocol:
 
     def _finish(self, outcome: Outcome) -> list[Effect]:
         del self.offers[outcome.slot]
-        # A slot in which the island is behind is not over for it: it heals, and may offer it again.
+        if outcome.status == "behind":
+            self.behind.add(outcome.slot)
         settled = outcome.status in ("committed", "failed")
-        after = max(self.floor, outcome.slot + 1) if settled else outcome.slot
-        self.floor = min([*self.offers, after])
+        self.floor = self._oldest(max(self.floor, outcome.slot + 1) if settled else outcome.slot)
         oldest = self.floor - REMEMBERED
         self.committed = {s: v for s, v in self.committed.items() if s > oldest}
         self.failed = {s for s in self.failed if s > oldest}

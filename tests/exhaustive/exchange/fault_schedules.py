@@ -84,20 +84,15 @@ class Schedule:
         return simulation
 
 
-BEHIND_AGAIN = Schedule(
-    3,
-    6,
-    fragments=2,
-    overlap=1,
-    faults={
-        32: Fault("receiver crashes after"),
-        55: Fault("receiver crashes after"),
-        71: Fault("duplicate", 3.586119275508761),
-        101: Fault("sender crashes after"),
-    },
-    seed=1029,
+BEHIND_AND_SENDING = Schedule(
+    2,
+    8,
+    fragments=4,
+    overlap=3,
+    faults={3: Fault("receiver crashes after"), 35: Fault("receiver crashes before")},
+    seed=38995,
 )
-"""The smallest found in which islands that were behind in one slot offer it again while another is in its bulk."""
+"""The smallest found in which an island offers later slots although it is behind in one, which it has to offer again."""
 
 
 def drawn(seed: int) -> Schedule:

@@ -68,6 +68,7 @@ class Actor:
     next_slot: int = 0
     merged: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot
     log: list[tuple[int, str]] = field(default_factory=list)
+    healing: bool = False  # training stands still meanwhile
 
     def alive(self) -> bool:
         return self.sim.net.nodes.get(self.island) is self.transport
@@ -78,7 +79,7 @@ class Actor:
 
     def window(self) -> None:
         """Inner steps are done: apply what is due (waiting for it if need be), then send the next slot's fragment."""
-        if not self.alive():
+        if not self.alive() or self.healing:
             return
         due = self.sent and (len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots)
         if due:
@@ -117,7 +118,7 @@ class Actor:
         self.transport.offer(header, self.wire.encode(fragment, slot, delta), outer_step)
 
     def poll(self) -> None:
-        if not self.sent or not self.alive():
+        if not self.sent or not self.alive() or self.healing:
             return
         waits = len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots
         if not waits:
@@ -161,6 +162,7 @@ class Actor:
         """Take the state of another island; wait for one if the schedule has just killed the rest."""
         if not self.alive():
             return
+        self.healing = True
         before = [s.lineage for s in self.state.states]
         try:
             self.transport.heal(self.state)
@@ -182,11 +184,14 @@ class Actor:
             self.sent = {slot: self.state.states[fragment].version, **self.sent}
             self.sim.net.at(WINDOW_S, partial(self.offer_again, slot))
         else:
+            self.healing = False
             self.go_on()
 
     def offer_again(self, slot: int) -> None:
-        if self.alive() and slot in self.sent:
+        if self.alive():
+            self.healing = False
             self.send(slot, 0)
+            self.go_on()
 
 
 class Simulation:

@@ -5,7 +5,7 @@ import torch
 
 from tests.exhaustive.exchange.account import Account, Work
 from tests.exhaustive.exchange.fault_schedules import (
-    BEHIND_AGAIN,
+    BEHIND_AND_SENDING,
     Fault,
     Schedule,
     drawn,
@@ -41,9 +41,9 @@ PLANTED: list[Planted[tuple[Schedule, str]]] = [
             "        roll = call_roll({m.island: heard[m].header for m in offer.epoch.members})",
             "roll = call_roll({m.island: a.header for m, a in heard.items()})",
             (NO_FAULT, "two digests")),
-    Planted("every island asks for a new epoch when it hears of one", protocol,
-            "for effect in left if not isinstance(effect, Renew))", "for effect in left)",
-            (BEHIND_AGAIN, "failed, though all is well")),
+    Planted("a slot in which an island is behind is over for it", protocol,
+            "return min([*self.offers, *self.behind, slot])", "return min([*self.offers, slot])",
+            (BEHIND_AND_SENDING, "no slot committed for 14.4 s after the last fault")),
     Planted("a lost bulk is waited for", memory, "BULK_TIMEOUT_S = 5.0", "BULK_TIMEOUT_S = 60.0",
             (BULK_LOST, "no slot committed for 60.2 s after the last fault")),
 ]  # fmt: skip
