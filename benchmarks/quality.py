@@ -45,6 +45,15 @@ ARMS: dict[str, list[str]] = {
     ],
 }
 
+OFTEN = [
+    *("--semi_sync.sync_every", "2", "--semi_sync.outer.lr", "1.0", "--semi_sync.outer.momentum", "0"),
+    "--semi_sync.outer.nesterov=false",
+]
+ARMS |= {
+    f"often: {name}": [*OFTEN, *ARMS[name]]
+    for name in ("fp32", "topk 1 %", "topk 1 %, feedback", "topk 0.1 %", "topk 0.1 %, feedback")
+}
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])

@@ -55,6 +55,8 @@ class Case:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    schedule: str = "constant"
+    least: float = 0.25
     fragments: int = 1
     overlap: int = 0
     alpha: float = 0.0
@@ -73,7 +75,13 @@ class Case:
             overlap=self.overlap,
             mix_alpha=self.alpha,
             num_islands=islands,
-            outer=OuterConfig(lr=self.lr, momentum=self.momentum, nesterov=self.nesterov),
+            outer=OuterConfig(
+                lr=self.lr,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                schedule=self.schedule,  # type: ignore[arg-type]
+                min_lr_factor=self.least,
+            ),
             merge=MergeConfig(weight=self.weight),  # type: ignore[arg-type]
             codec=CodecConfig(
                 wire=self.wire,
@@ -84,8 +92,11 @@ class Case:
             ),
         )
 
-    def outer(self, run: str = "golden", islands: int = 1) -> Outer:
-        """The same, as the reference takes it. run: its id. islands: how many found it; up to four it makes no difference."""
+    def outer(self, run: str = "golden", islands: int = 1, slots: int = 0) -> Outer:
+        """The same, as the reference takes it.
+
+        run: its id. islands: how many found it; up to four it makes no difference. slots: of the run, if a schedule counts.
+        """
         lr, momentum, nesterov = (
             (1.0, 0.0, False) if self.method == "local_sgd" else (self.lr, self.momentum, self.nesterov)
         )
@@ -94,6 +105,7 @@ class Case:
             lr,
             momentum,
             nesterov,
+            self.schedule,
             self.weight,
             self.fragments,
             self.overlap,
@@ -102,7 +114,15 @@ class Case:
             self.feedback,
             run,
             islands,
+            slots,
+            self.least,
         )
+
+
+def slots_of(case: Case, plan: Plan) -> int:
+    """Of the whole run: those before its last step, and one of every fragment at it."""
+    sync_every, steps = case.run or (plan.sync_every, plan.steps)
+    return (steps - 1) * case.fragments // sync_every + case.fragments
 
 
 def paces(

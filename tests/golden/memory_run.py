@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.golden.compare import check_run
-from tests.golden.island import Case, Island, Plan, paces
+from tests.golden.island import Case, Island, Plan, paces, slots_of
 from tests.golden.reference import Result
 from tests.golden.turns import Turns, TurnsTransport
 from torchtitan_diloco.exchange.deal import Merge
@@ -87,7 +87,7 @@ class MemoryRun:
         return check_run(
             folder,
             range(len(self.plans)),
-            self.case.outer(islands=len(self.plans)),
+            self.case.outer(islands=len(self.plans), slots=slots_of(self.case, self.plans[0])),
             paces=paces(self.plans, skipped=self.skipped),
             failed=self.failed,
             healed=self.healed,

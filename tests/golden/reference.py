@@ -52,12 +52,14 @@ class Send:
 class Outer:
     """Outer optimizer, merge weights and wire of a run. Local SGD is lr 1 without momentum.
 
-    run: its id, for the noise. islands: how many have founded it.
+    run: its id, for the noise. islands: how many have founded it. slots: of the whole run, for the schedule, which ends at
+    ``least`` times the lr.
     """
 
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
+    schedule: str = "constant"
     weight: str = "tokens"
     fragments: int = 1
     overlap: int = 0
@@ -66,6 +68,8 @@ class Outer:
     feedback: bool = False
     run: str = ""
     islands: int = 1
+    slots: int = 0
+    least: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,16 @@ def shares(counts: Iterable[tuple[int, int]], weight: str) -> tuple[float, ...]:
     return tuple(value / total for value in raw)
 
 
+def lr_share(outer: Outer, slot: int) -> float:
+    """Of the outer lr, in a slot."""
+    if outer.schedule == "constant":
+        return 1.0
+    left = (outer.slots - 1 - slot) / (outer.slots - 1)
+    if outer.schedule == "cosine":
+        left = float(np.sin(np.pi / 2 * left)) ** 2
+    return round(outer.least + (1 - outer.least) * left, 9)
+
+
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """float32 rounded to the nearest bfloat16 (ties to even), as float32. Finite values only."""
     bits = values.astype(np.float32).view(np.uint32)
@@ -218,7 +232,7 @@ def replay(
             before = momenta[f]
             momentum = (np.zeros_like(delta) if before is None else before) * number(outer.momentum) + delta
             update = momentum * number(outer.momentum) + delta if outer.nesterov else momentum
-        anchors[f] = anchors[f] - update * number(outer.lr)
+        anchors[f] = anchors[f] - update * number(outer.lr * lr_share(outer, slot))
         momenta[f] = momentum
         versions[f] += 1
         digest = digest_of(anchors[f])

@@ -11,6 +11,11 @@ _MODEL_OF_BASE = ("model.name", "model.flavor", "parallelism.expert_parallel_com
 
 _WITHOUT_EXCHANGE = ("semi_sync.method", "semi_sync.num_islands")
 
+_OUTER_IS_NOT_USED = {
+    "sync": "there is no outer optimizer",
+    "local_sgd": "the mean of the parameters replaces them",
+}
+
 _OF_ITS_LOADER = (
     "training.dataset",
     "training.dataset_path",
@@ -52,15 +57,14 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
                 f'job.base = "{c.job.base}" is of another model (see {", ".join(changed or ["model.converters"])}): its '
                 "attention, conversions and loss are not used, its other settings are"
             )
+    if c.semi_sync.method in _OUTER_IS_NOT_USED and any(
+        not origin.startswith(DEFAULT) for k, origin in origins.items() if k.startswith("semi_sync.outer.")
+    ):
+        found.append(
+            f'semi_sync.method = "{c.semi_sync.method}": [semi_sync.outer] is not used, '
+            + _OUTER_IS_NOT_USED[c.semi_sync.method]
+        )
     if c.semi_sync.method == "sync":
-        if any(
-            not origin.startswith(DEFAULT)
-            for k, origin in origins.items()
-            if k.startswith("semi_sync.outer.")
-        ):
-            found.append(
-                'semi_sync.method = "sync": [semi_sync.outer] is not used, there is no outer optimizer'
-            )
         if not c.training.disable_cuda_graphs:
             found.append(
                 'semi_sync.method = "sync": CUDA graphs are off, as if training.disable_cuda_graphs were true'

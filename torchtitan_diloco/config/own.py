@@ -115,6 +115,10 @@ class OuterConfig:
     """Outer momentum."""
     nesterov: bool = True
     """Nesterov's form of it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the outer learning rate falls over the run, from `lr` at its first slot to min_lr_factor times `lr` at its last."""
+    min_lr_factor: float = 0.1
+    """Share of `lr` that the schedule ends with."""
 
 
 @dataclass(kw_only=True, slots=True)

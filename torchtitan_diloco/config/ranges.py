@@ -168,6 +168,7 @@ RANGES: dict[str, Range] = {
     "semi_sync.num_islands": AT_LEAST_1,
     "semi_sync.outer.lr": POSITIVE,
     "semi_sync.outer.momentum": BELOW_1,
+    "semi_sync.outer.min_lr_factor": Range(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
     "semi_sync.codec.block": Range(
         lambda v: 2 <= v <= names.LARGEST_BLOCK and v % 2 == 0,
         f"an even number from 2 to {names.LARGEST_BLOCK}",

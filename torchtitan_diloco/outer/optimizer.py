@@ -4,9 +4,30 @@ Every operation is elementwise, a separate multiplication or addition in a fixed
 bits on any CPU and with any number of threads (a fused multiply-add, or ``add_(x, alpha=...)``, would not).
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+
+Shape = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the outer lr falls over run progress: from all of it at slot 0 to ``least`` times it at the last of ``slots``."""
+
+    shape: Shape = "constant"
+    least: float = 1.0
+    slots: int = 1
+
+    def factor(self, slot: int) -> float:
+        """Of the outer lr at a slot. Rounded, since mathematical libraries differ in the last bit of a cosine."""
+        if self.shape == "constant":
+            return 1.0
+        done = min(1.0, slot / max(1, self.slots - 1))
+        left = 1.0 - done if self.shape == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+        return round(self.least + (1.0 - self.least) * left, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +42,11 @@ class OuterSGD:
     lr: float
     momentum: float = 0.0
     nesterov: bool = False
+    schedule: Schedule = Schedule()
+
+    def at(self, slot: int) -> "OuterSGD":
+        """With the lr of this slot."""
+        return replace(self, lr=self.lr * self.schedule.factor(slot))
 
     @property
     def keeps_momentum(self) -> bool:

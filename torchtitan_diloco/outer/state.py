@@ -88,9 +88,9 @@ class OuterState:
         """Committed slots so far, which shards move on with; 0 where they do not."""
         return sum(state.version for state in self.states) if self.hand_over else 0
 
-    def outer_step(self, fragment: int) -> OuterStep:
-        """The outer step from where the fragment stands now."""
-        return partial(_advance, self.optimizer, self.states[fragment])
+    def outer_step(self, fragment: int, slot: int) -> OuterStep:
+        """A slot's outer step, from where the fragment stands now."""
+        return partial(_advance, self.optimizer.at(slot), self.states[fragment])
 
     def commit(
         self,

@@ -20,7 +20,7 @@ from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.delta import pseudo_gradient
 from torchtitan_diloco.outer.fragments import Fragment, fingerprint
-from torchtitan_diloco.outer.optimizer import OuterSGD
+from torchtitan_diloco.outer.optimizer import OuterSGD, Schedule
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
@@ -86,7 +86,8 @@ class DiLoCo(SemiSync):
         outer = self.setup.config.outer
         if outer.name != "sgd":
             raise UserError(f'semi_sync.outer.name: "{outer.name}" is not an outer optimizer; there is "sgd"')
-        return OuterSGD(outer.lr, outer.momentum, outer.nesterov)
+        schedule = Schedule(outer.schedule, outer.min_lr_factor, self.clock.slots)
+        return OuterSGD(outer.lr, outer.momentum, outer.nesterov, schedule)
 
     def make_wire(self) -> Wire:
         setup, config = self.setup, self.setup.config
@@ -269,7 +270,7 @@ class DiLoCo(SemiSync):
             )
             flight.finite = header.finite
             payload = self.wire.encode(index, slot, delta) if header.finite else self.wire.blank(index)
-            self.transport.offer(header, payload, self.outer.outer_step(index))
+            self.transport.offer(header, payload, self.outer.outer_step(index, slot))
         flight.stall_s = time.monotonic() - began
 
     def _snapshot(self, fragment: Fragment) -> torch.Tensor | None:

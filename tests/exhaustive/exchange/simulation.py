@@ -109,7 +109,7 @@ class Actor:
             steps, steps * 10, True, {f"a/{self.island}": position}, {}, {"a": "0-4"}, False,
         )  # fmt: skip
         self.sim.offered(slot)
-        take = self.state.outer_step(fragment)
+        take = self.state.outer_step(fragment, slot)
 
         def outer_step(merged: Merged) -> Advance:
             self.merged[slot] = merged.whole().clone()

@@ -24,7 +24,7 @@ def in_its_bulk() -> SlotProtocol:
     protocol = SlotProtocol(MEMBERS[0], wire.merge)
     protocol.enter(FIRST)
     payload = torch.zeros(fragments_of(1)[0].numel).view(torch.uint8)
-    protocol.offer(header(0), payload, founded(1).outer_step(0))
+    protocol.offer(header(0), payload, founded(1).outer_step(0, 0))
     effects = protocol.receive(MEMBERS[1], Announce("first", 0, 1, 0, header(1)))
     assert [type(effect) for effect in effects] == [Bulk]
     return protocol

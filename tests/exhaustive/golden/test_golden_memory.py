@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.golden.compare import Mismatch, check_run, last_checkpoint, read_send, rounds
-from tests.golden.island import Case, Plan, paces
+from tests.golden.island import Case, Plan, paces, slots_of
 from tests.golden.memory_run import run_memory
 from tests.golden.reference import shares
 from torchtitan_diloco.exchange.memory import Boundary, Fate
@@ -77,6 +77,17 @@ def test_islands_of_a_run_with_a_sync_every_of_their_own_are_reproduced(fragment
 def test_reference_reproduces_other_outer_settings(case, tmp_path):
     run_memory(tmp_path, case, EVERY_SEVENTH)
     check_run(tmp_path, range(3), case.outer())
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("fragments, overlap", [(1, 0), (3, 1)])
+def test_reference_reproduces_a_schedule(schedule, fragments, overlap, tmp_path):
+    case = Case(schedule=schedule, fragments=fragments, overlap=overlap)
+    run_memory(tmp_path, case, EVERY_SEVENTH)
+    slots = slots_of(case, EVERY_SEVENTH[0])
+    check_run(tmp_path, range(3), case.outer(slots=slots))
+    with pytest.raises(Mismatch, match=r"slot \d, digest"):
+        check_run(tmp_path, range(3), case.outer(slots=slots + 1))
 
 
 def test_one_island_alone_is_reproduced(tmp_path):

@@ -20,6 +20,7 @@ LONG_PLANS = [Plan(6, 19, rows=2), Plan(8, 25, rows=3), Plan(7, 22, rows=1)]
 
 PLAIN = Case()
 LOCAL_SGD = Case("local_sgd")
+FALLING = Case(schedule="cosine")
 STREAMING = Case(fragments=3, overlap=1)
 QUARTER = Case(fragments=2, overlap=1, alpha=0.25)
 SEVERAL = Case(fragments=3, overlap=4)
@@ -51,6 +52,8 @@ FAULTS = [
           "delta.copy_((delta.double() * self.lr).float())", PLAIN),
     Fault("momentum without its history", optimizer, "torch.mul(old, self.momentum, out=momentum)",
           "momentum.zero_()", PLAIN),
+    Fault("a schedule that is a slot late", optimizer, "min(1.0, slot / ", "min(1.0, (slot + 1) / ", FALLING),
+    Fault("a schedule that falls to nothing", optimizer, "self.least + (1.0 - self.least) * left", "left", FALLING),
     Fault("lr of local SGD", optimizer, "delta *= self.lr", "delta *= self.lr / 2", LOCAL_SGD),
     Fault("the last piece left out", merge, "if start < self.delta.numel():", "if False:", PLAIN),
     Fault("divisor", merge, "value / total", "value / len(raw)", PLAIN),
@@ -78,8 +81,8 @@ FAULTS = [
     Fault("order of the tensors", fragments, "in sorted(rows, key=lambda r: (r[0].name, r[1])):", "in rows:", PLAIN),
     # What only shows with several fragments, overlap and mixing.
     Fault("momentum of another fragment", state,
-          "_advance, self.optimizer, self.states[fragment])",
-          "_advance, self.optimizer, replace(self.states[fragment], momentum=None if "
+          "_advance, self.optimizer.at(slot), self.states[fragment])",
+          "_advance, self.optimizer.at(slot), replace(self.states[fragment], momentum=None if "
           "(m := self.states[fragment - 1].momentum) is None else m.repeat(9)[: self.fragments[fragment].numel]))",
           STREAMING),
     Fault("lineage of another fragment", state, "link(old.lineage, slot", "link(self.states[0].lineage, slot", STREAMING),

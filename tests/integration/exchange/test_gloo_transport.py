@@ -84,7 +84,7 @@ class Gateway:
             steps, steps * 10, finite, {f"a/{self.island}": s.slot + 1}, {}, {"a": "0-7"}, False,
         )  # fmt: skip
         whole = torch.full((SIZE,), delta).view(torch.uint8) if payload is None else payload
-        take = s.outer_step(0)
+        take = s.outer_step(0, 0)
 
         def outer_step(merged: Merged) -> Advance:
             self.merged = merged.whole().clone()
@@ -161,7 +161,7 @@ def test_the_longest_history_wins_whatever_the_id(lighthouse: LighthouseConfig) 
     """FR-06: an island with history and a fresh one start together."""
     a, b = Gateway(lighthouse, 0, value=2.0), Gateway(lighthouse, 1, value=1.0)
     b.state.commit(
-        0, 0, b.state.outer_step(0)(Merged.of(torch.zeros(SIZE))), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}}
+        0, 0, b.state.outer_step(0, 0)(Merged.of(torch.zeros(SIZE))), [1], 100, {"a/1": 5}, {1: {"a": "0-7"}}
     )
     joined_a, joined_b = together(partial(a.join, 2), partial(b.join, 2, step=17))
     assert isinstance(joined_a, Joined) and isinstance(joined_b, Joined)

@@ -72,6 +72,8 @@ def test_the_contracted_sections_are_there() -> None:
         "semi_sync.outer.lr": 0.7,
         "semi_sync.outer.momentum": 0.9,
         "semi_sync.outer.nesterov": True,
+        "semi_sync.outer.schedule": "constant",
+        "semi_sync.outer.min_lr_factor": 0.1,
         "semi_sync.merge.method": "mean",
         "semi_sync.merge.weight": "tokens",
         "debug.pace_step_seconds": 0.0,

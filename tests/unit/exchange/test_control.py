@@ -31,7 +31,7 @@ def state() -> OuterState:
 
 
 def commit(state: OuterState) -> None:
-    state.commit(state.slot, 0, state.outer_step(0)(Merged.of(torch.ones(SIZE))), [0], 10, {}, {})
+    state.commit(state.slot, 0, state.outer_step(0, 0)(Merged.of(torch.ones(SIZE))), [0], 10, {}, {})
 
 
 def test_a_state_that_nobody_reads_goes_with_the_next(server, state):

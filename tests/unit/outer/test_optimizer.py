@@ -43,7 +43,7 @@ def step(rule: OuterSGD, anchor: torch.Tensor, momentum: torch.Tensor | None, me
     fragments = whole_model([TensorSpec("w", (anchor.numel(),), anchor.dtype)])
     outer = OuterState.found(fragments, rule, [anchor])
     outer.states[0] = FragmentState(anchor, momentum, 1, "")
-    return outer.outer_step(0)(merged)
+    return outer.outer_step(0, 0)(merged)
 
 
 @pytest.mark.parametrize("momentum", [True, False], ids=["later", "first step"])

@@ -13,7 +13,7 @@ def committed(*members: int) -> OuterState:
     state = OuterState.found(
         whole_model([TensorSpec("w", (3,), torch.float32)]), OuterSGD(0.7, 0.9, True), [torch.zeros(3)]
     )
-    advance = state.outer_step(0)(Merged.of(torch.ones(3)))
+    advance = state.outer_step(0, 0)(Merged.of(torch.ones(3)))
     state.commit(0, 0, advance, [1], 10, {"a/1": 4}, {island: {"a": "0-4"} for island in members})
     return state
 
@@ -28,5 +28,5 @@ def test_the_same_anchor_committed_by_other_members_is_another_history() -> None
 def test_an_outer_step_changes_nothing_until_its_slot_is_committed() -> None:
     state = committed(0, 1)
     before, anchor = state.describe(), state.states[0].anchor.clone()
-    state.outer_step(0)(Merged.of(torch.ones(3)))
+    state.outer_step(0, 0)(Merged.of(torch.ones(3)))
     assert state.describe() == before and torch.equal(state.states[0].anchor, anchor)
