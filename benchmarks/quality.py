@@ -33,6 +33,11 @@ ARMS: dict[str, list[str]] = {
     "fp4_e3m0": ["--semi_sync.codec.wire", "fp4_e3m0"],
     "int4, feedback": ["--semi_sync.codec.wire", "int4", "--semi_sync.codec.error_feedback"],
     "fp4_e3m0, feedback": ["--semi_sync.codec.wire", "fp4_e3m0", "--semi_sync.codec.error_feedback"],
+    "topk 4 %": ["--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.04"],
+    "topk 4 %, feedback": [
+        *("--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.04"),
+        "--semi_sync.codec.error_feedback",
+    ],
     "topk 1 %": ["--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.01"],
     "topk 1 %, feedback": [
         *("--semi_sync.codec.wire", "topk", "--semi_sync.codec.density", "0.01"),
@@ -51,7 +56,7 @@ OFTEN = [
 ]
 ARMS |= {
     f"often: {name}": [*OFTEN, *ARMS[name]]
-    for name in ("fp32", "topk 1 %", "topk 1 %, feedback", "topk 0.1 %", "topk 0.1 %, feedback")
+    for name in ("fp32", "topk 4 %", "topk 4 %, feedback", "topk 1 %", "topk 1 %, feedback")
 }
 
 

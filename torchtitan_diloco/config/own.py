@@ -99,8 +99,10 @@ class TransportConfig:
     """Seconds without an arrival after which an exchange has failed; with method "sync" less than [comm]'s time-outs."""
     max_rate: float = 0.0
     """Ceiling for what this island sends in bulk, in Mbit/s; 0 = none."""
-    streams: int = 1
-    """Connections between two islands that each fragment's bulk is dealt to: more help where a link loses packets."""
+    streams: int | None = None
+    """Connections that each fragment's bulk is dealt to, between two islands (gloo) or to the hub; absent = 1 or 8."""
+    urls: list[str] = field(default_factory=list)
+    """With "hub", its addresses, `http://HOST:PORT` each; `run` starts one and fills this in."""
 
 
 @dataclass(kw_only=True, slots=True)

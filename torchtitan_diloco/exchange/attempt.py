@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
-from torchtitan_diloco.outer.policy import Header, Roll
+from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
+from torchtitan_diloco.outer.policy import Header, Member, Roll
 from torchtitan_diloco.outer.slices import Division
 from torchtitan_diloco.outer.state import Advance, OuterStep
 

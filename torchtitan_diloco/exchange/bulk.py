@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.exchange.attempt import Bulk
-from torchtitan_diloco.exchange.control import bind
 from torchtitan_diloco.exchange.groups import make_group_class
-from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
+from torchtitan_diloco.listening import bind
 from torchtitan_diloco.outer import buffers
+from torchtitan_diloco.outer.policy import Member
 
 CHUNK = 1 << 20  # bytes in one message: small enough to be paced, large enough to cost no time by itself
 SMALL = 256 << 10  # bytes; a part is not cut into smaller messages so that every stream gets some

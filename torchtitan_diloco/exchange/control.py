@@ -7,7 +7,6 @@ copies, so the training thread never waits for a reader.
 import json
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.exchange import stream
-from torchtitan_diloco.exchange.messages import Member, Message, from_json, to_json
+from torchtitan_diloco.exchange.messages import Message, from_json, to_json
+from torchtitan_diloco.listening import bind, url_of
+from torchtitan_diloco.outer import stream
+from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
@@ -34,27 +34,6 @@ PEER_TIMEOUT_S = 10.0  # one request to a peer
 IDLE_S = 60.0
 """How long an unused connection to a peer is kept: a new one costs a slot a round trip, but firewalls forget old ones."""
 RUN_HEADER = "x-diloco-run"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises UserError naming the setting when the address or the port cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        setting = f"island.port = {port}" if port else f"island.advertise = {host}"
-        raise UserError(
-            f"{setting}: cannot listen on {host}:{port} ({error.strerror}); choose another"
-        ) from error
-    return sock
-
-
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class ControlServer:

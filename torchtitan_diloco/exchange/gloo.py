@@ -20,11 +20,11 @@ from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, ControlServer, Ou
 from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.entry import Entry
 from torchtitan_diloco.exchange.membership import Membership, Peer, epoch_of
-from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
+from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport, Waiting, register_transport
-from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class GlooTransport(Transport):
             transport.exchange_timeout_s,
             transport.max_rate * 1e6 / 8,
             self._traffic,
-            transport.streams,
+            transport.streams or 1,
         )
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}

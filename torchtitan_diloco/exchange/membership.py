@@ -16,7 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.exchange.messages import Epoch, Member
+from torchtitan_diloco.exchange.messages import Epoch
+from torchtitan_diloco.outer.policy import Member
 
 logger = logging.getLogger(__name__)
 

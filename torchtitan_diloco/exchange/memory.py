@@ -17,11 +17,11 @@ from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, Transpo
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send, Stage
 from torchtitan_diloco.exchange.deal import Merge
-from torchtitan_diloco.exchange.messages import Epoch, Member, Message, Outcome
+from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
-from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
 
 TICK_S = 1.0

@@ -4,18 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import Advance
 
 Status = Literal["committed", "void", "undecided", "failed", "behind"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Member:
-    """One start of one island. A restarted island is another member: what its predecessor promised does not bind it."""
-
-    island: int
-    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)

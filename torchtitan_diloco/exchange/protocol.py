@@ -18,18 +18,9 @@ import torch
 
 from torchtitan_diloco.exchange.attempt import Abandon, Effect, Finished, Offer, Phase, Renew, Send
 from torchtitan_diloco.exchange.deal import Merge, first_bulk, second_bulk
-from torchtitan_diloco.exchange.messages import (
-    Announce,
-    Answer,
-    Ask,
-    Confirm,
-    Epoch,
-    Member,
-    Message,
-    Outcome,
-)
+from torchtitan_diloco.exchange.messages import Announce, Answer, Ask, Confirm, Epoch, Message, Outcome
 from torchtitan_diloco.outer.merge import Contribution
-from torchtitan_diloco.outer.policy import Header, call_roll
+from torchtitan_diloco.outer.policy import Header, Member, call_roll
 from torchtitan_diloco.outer.state import OuterStep
 
 MAX_TRIES = 3

@@ -7,6 +7,14 @@ from typing import Any
 from torchtitan_diloco.outer.shares import expand, split
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One start of one island. A restarted island is another member: what its predecessor promised does not bind it."""
+
+    island: int
+    incarnation: str
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What an island says about its contribution before any bulk moves.

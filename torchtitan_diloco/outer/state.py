@@ -228,9 +228,6 @@ def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
     Neither island need be ahead in everything: slots of different fragments commit in any order.
     """
 
-    def rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
-        return entry["tokens"], entry["version"], entry["lineage"], entry["digest"]
-
     pairs = list(zip(mine["fragments"], theirs["fragments"], strict=True))
     ahead = sum(m["tokens"] for m, _ in pairs) > sum(t["tokens"] for _, t in pairs)
     positions = dict(theirs["positions"])
@@ -238,8 +235,17 @@ def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
         positions[name] = max(position, positions.get(name, 0))
     return {
         **theirs,
-        "fragments": [max(pair, key=rank) for pair in pairs],
+        "fragments": [max(pair, key=_rank) for pair in pairs],
         "positions": positions,
         "members": mine["members"] if ahead else theirs["members"],
         "slot": max(mine["slot"], theirs["slot"]),
     }
+
+
+def longer(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether, of two descriptions of one run, the first has the longer history in some fragment."""
+    return any(_rank(m) > _rank(t) for m, t in zip(mine["fragments"], theirs["fragments"], strict=True))
+
+
+def _rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
+    return entry["tokens"], entry["version"], entry["lineage"], entry["digest"]

@@ -20,8 +20,8 @@ def open_lockstep(
             "source or choose another method"
         ) from error
     from torchtitan_diloco.exchange.bulk import serve_store
-    from torchtitan_diloco.exchange.control import bind
     from torchtitan_diloco.exchange.gloo import route_to
+    from torchtitan_diloco.listening import bind
 
     def own_address(host: str) -> str:
         """``host`` on the gateway's node; on another node of the island the address that it reaches others from."""

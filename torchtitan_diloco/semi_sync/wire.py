@@ -10,8 +10,8 @@ from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.codec import ErrorFeedback, SlicedPlan, make_codec, noise_seed
 from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.merge import ELEMENTWISE
+from torchtitan_diloco.outer.merger import Merger
 from torchtitan_diloco.outer.slices import count_for, cut
-from torchtitan_diloco.semi_sync.merger import Merger
 
 
 class Wire:

@@ -5,9 +5,9 @@ import torch
 from tests.exhaustive.exchange.simulation import founded, fragments_of
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Renew, Send
-from torchtitan_diloco.exchange.messages import Announce, Epoch, Member
+from torchtitan_diloco.exchange.messages import Announce, Epoch
 from torchtitan_diloco.exchange.protocol import SlotProtocol
-from torchtitan_diloco.outer.policy import Header
+from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.semi_sync.wire import Wire
 
 MEMBERS = tuple(Member(island, "x") for island in range(2))

@@ -13,8 +13,7 @@ from tests.golden.reference import Result
 from tests.golden.turns import Stuck
 from tests.helpers.faults import Fault, plant
 from torchtitan_diloco.exchange.memory import Boundary, Fate
-from torchtitan_diloco.outer import slices
-from torchtitan_diloco.semi_sync import merger
+from torchtitan_diloco.outer import merger, slices
 
 PLANS = [Plan(4, 13), Plan(4, 13, rows=3), Plan(4, 13, rows=1), Plan(4, 13, rows=4), Plan(4, 13, rows=5)]
 UNEVEN = [

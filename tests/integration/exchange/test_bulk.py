@@ -17,9 +17,9 @@ from torchtitan_diloco.config.rules import MESSAGE_MBIT
 from torchtitan_diloco.exchange import bulk
 from torchtitan_diloco.exchange.attempt import Bulk
 from torchtitan_diloco.exchange.bulk import GlooBulk
-from torchtitan_diloco.exchange.messages import Member
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
+from torchtitan_diloco.outer.policy import Member
 
 CHUNK = 1000
 PATIENCE_S = 10.0

@@ -6,7 +6,8 @@ import time
 import psutil
 
 from torchtitan_diloco.exchange.control import IDLE_S, PEER_TIMEOUT_S, ControlServer, Outbox
-from torchtitan_diloco.exchange.messages import Ask, Member, Message
+from torchtitan_diloco.exchange.messages import Ask, Message
+from torchtitan_diloco.outer.policy import Member
 
 PAUSE_S = 7.0  # the libraries' own limits are five seconds
 

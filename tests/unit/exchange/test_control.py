@@ -61,7 +61,7 @@ def test_whoever_reads_a_state_can_finish_it_while_the_next_is_there(server, sta
 
 
 def test_a_tensor_that_is_cut_off_is_no_tensor(server, state, monkeypatch):
-    from torchtitan_diloco.exchange import stream
+    from torchtitan_diloco.outer import stream
 
     server.publish(state)
     whole = stream.write

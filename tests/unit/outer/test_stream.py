@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from torchtitan_diloco.exchange import stream
+from torchtitan_diloco.outer import stream
 
 VALUES = torch.arange(700_000, dtype=torch.float32)  # more than two pieces
 

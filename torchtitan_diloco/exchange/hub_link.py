@@ -1,0 +1,159 @@
+"""Requests to the hub: messages one at a time, bulk as chunks over several connections. Nothing here waits for ever."""
+
+import ipaddress
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+import xxhash
+
+from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.hub.refusal import Refusal
+from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
+from torchtitan_diloco.outer.policy import Member
+
+CHUNK = 4 << 20  # bytes of bulk in one request
+SMALLEST_CHUNK = 256 << 10
+REQUEST_S = 10.0  # for a message
+CHUNK_S = 60.0  # for a chunk, however slow the link
+CONNECT_S = 10.0
+
+
+class Unreachable(Exception):
+    """The hub, or something on the way to it, did not answer as it should; to be tried again."""
+
+
+class HubLink:
+    """urls: of one hub, the first that answers is used. streams: connections for bulk. pace: for what is sent."""
+
+    def __init__(
+        self, urls: Sequence[str], run_id: str, member: Member, streams: int, pace: TokenBucket
+    ) -> None:
+        self._urls, self._at = list(urls), 0
+        self._pace = pace
+        self._epoch = 0
+        self._lock = threading.Lock()
+        self._chunk = CHUNK
+        headers = {RUN: run_id, ISLAND: str(member.island), INCARNATION: member.incarnation}
+        # Through the site's proxy (HTTPS_PROXY and so on), except to this very machine.
+        direct = all(is_loopback(url) for url in urls)
+
+        def client(connections: int, timeout_s: float) -> httpx.Client:
+            limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+            timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+            return httpx.Client(headers=headers, trust_env=not direct, limits=limits, timeout=timeout)
+
+        self._messages = client(32, REQUEST_S)
+        self._bulk = client(streams, CHUNK_S)
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="hub-bulk")
+
+    @property
+    def url(self) -> str:
+        return self._urls[self._at % len(self._urls)]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._messages.close()
+        self._bulk.close()
+
+    def ask(
+        self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0, **query: int
+    ) -> dict[str, Any]:
+        """The answer to a message. wait_s: how long the hub may take on purpose. Raises Unreachable or Refusal."""
+        response = self._send(
+            self._messages, method, path, params=query, json=body, timeout=httpx.Timeout(REQUEST_S + wait_s)
+        )
+        try:
+            answer = response.json()
+        except ValueError:
+            raise Unreachable(f"{self.url}{path} does not answer with JSON") from None
+        if not isinstance(answer, dict):
+            raise Unreachable(f"{self.url}{path} does not answer with a JSON object")
+        return answer
+
+    def put(
+        self, path: str, data: torch.Tensor, ranges: Iterable[tuple[int, int]], moved: Callable[[int], None], **query: int
+    ) -> None:  # fmt: skip
+        """Send those ranges of the bytes. moved: is told how many have gone. Raises Unreachable or Refusal."""
+        values = data.numpy().data
+
+        def send(start: int, stop: int) -> None:
+            chunk = values[start:stop]
+            self._pace.take(len(chunk))
+            self._send(
+                self._bulk, "PUT", path, params={"offset": start, **query}, content=chunk.tobytes(),
+                headers={CHECKSUM: xxhash.xxh3_64_hexdigest(chunk)},
+            )  # fmt: skip
+            moved(len(chunk))
+
+        self._each(send, ranges)
+
+    def get(self, path: str, into: torch.Tensor, moved: Callable[[int], None]) -> None:
+        """Fill a 1-D uint8 tensor. Raises Unreachable or Refusal."""
+        values = into.numpy().data
+
+        def fetch(start: int, stop: int) -> None:
+            size = stop - start
+            response = self._send(self._bulk, "GET", path, params={"offset": start, "size": size})
+            chunk = response.content
+            if len(chunk) != size or xxhash.xxh3_64_hexdigest(chunk) != response.headers.get(CHECKSUM):
+                raise Unreachable(f"{len(chunk)} bytes of {path} have come damaged")
+            values[start:stop] = chunk
+            moved(size)
+
+        self._each(fetch, [(0, into.numel())])
+
+    def _each(self, act: Callable[[int, int], None], ranges: Iterable[tuple[int, int]]) -> None:
+        """Chunk by chunk over all connections; smaller ones next time, where something cuts long requests."""
+        chunks = [
+            (at, min(at + self._chunk, stop))
+            for start, stop in ranges
+            for at in range(start, stop, self._chunk)
+        ]
+        futures = [self._pool.submit(act, start, stop) for start, stop in chunks]
+        try:
+            for future in futures:
+                future.result()
+        except Unreachable:
+            self._chunk = max(SMALLEST_CHUNK, self._chunk // 2)
+            raise
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _send(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> httpx.Response:
+        url = self.url
+        try:
+            response = client.request(method, url + path, **arguments)
+        except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:
+            self._at += 1
+            raise Unreachable(f"{url}: {error or type(error).__name__}") from error
+        epoch = response.headers.get(EPOCH, "")
+        if not epoch.isdigit():
+            raise Unreachable(f"{url}{path} answers {response.status_code}, and is no hub")
+        with self._lock:
+            if int(epoch) < self._epoch:
+                raise Unreachable(f"{url} is an earlier start of the hub, number {epoch}, not {self._epoch}")
+            self._epoch = int(epoch)
+        if response.is_success:
+            return response
+        try:
+            answer = response.json()
+            kind, reason = answer["kind"], str(answer["error"])
+        except (ValueError, KeyError, TypeError):
+            raise Unreachable(f"{url}{path} answers {response.status_code}") from None
+        if kind not in ("malformed", "stranger", "refused", "gone"):
+            raise Unreachable(f"{url}: {reason}")
+        raise Refusal(kind, reason)
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,472 @@
+"""The hub as a state machine without I/O: who is in the run, what they say about each slot, and what becomes of it.
+
+A slot is open from its first header on. Once everybody who is there has said something the roll is called, and when the
+contributors' payloads are here they are merged, slot by slot in order. That the hub has committed a slot is the whole
+decision: islands learn of it when they ask, and whoever has missed it takes the hub's state.
+
+Everything that arrives may arrive twice, late, or again after the hub was started anew; saying it again is always safe.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtitan_diloco.hub.refusal import Refusal
+from torchtitan_diloco.hub.seats import Phase, Seat, Seats
+from torchtitan_diloco.hub.slot import Job, Open, Record
+from torchtitan_diloco.hub.store import NoStore, Store
+from torchtitan_diloco.hub.terms import Terms
+from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.outer.merge import Contribution
+from torchtitan_diloco.outer.policy import Header, Member, call_roll
+from torchtitan_diloco.outer.state import OuterState, combine, longer
+
+REMEMBERED = 256  # slots whose outcome is kept for those who ask late
+SHELVED = 2  # states that joiners may be reading
+UNREAD_S = 30.0  # after which a state that nobody reads is let go
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Seconds: lease_s, hang_s as in ``Seats``. wait_s: from a slot's first header until it goes on without the others'."""
+
+    lease_s: float = 5.0
+    hang_s: float = 600.0
+    wait_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What an island brings; as ``exchange.transport.Hello``, with its outer state described and the terms it knows."""
+
+    member: Member
+    started: float
+    terms: Terms
+    step: int
+    state: Mapping[str, Any]
+
+
+class Hub:
+    """Not thread-safe, and no call takes long, except ``Job.run`` which needs no lock."""
+
+    def __init__(
+        self, rules: Rules, store: Store | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.rules, self.now = rules, now
+        self.store: Store = store or NoStore()
+        self.seats = Seats(rules.lease_s, rules.hang_s, now)
+        self.terms: Terms | None = None
+        self.state: OuterState | None = None
+        self.open: dict[int, Open] = {}
+        self.records: dict[int, Record] = {}
+        self.payloads: dict[int, torch.Tensor] = {}
+        """The encoded results that some member may still fetch, by slot."""
+        self._coming: dict[Member, dict[str, Upload]] = {}  # tensors of states that islands bring
+        self._shelf: dict[str, OuterState] = {}
+        self._read: dict[str, float] = {}  # when a state on the shelf was last asked for
+        self._withdrawn: set[tuple[int, Member]] = set()
+        self._awaited: dict[int, str] = {}  # after a restart: islands that may hold what the store does not
+        found = self.store.load()
+        if found is not None:
+            self.terms, self.state, self._awaited = found.terms, found.state, found.awaited
+            self.records = {record.slot: record for record in found.records}
+            self._merger = found.terms.merger()
+        self._awaited_until = now() + rules.wait_s
+
+    # ---- coming and going ------------------------------------------------------------------------------------------
+
+    def join(self, hello: Hello) -> dict[str, Any]:
+        """A step on the way into the run; asked again and again, until its status is "take" and ``admit`` has followed.
+
+        "wait": for what ``why`` says. "upload": the tensors that the island has to bring. "take": the island makes the
+        described state its own. Raises Refusal.
+        """
+        self._agree(hello.terms)
+        seat = self.seats.take(hello.member, hello.started)
+        if isinstance(seat, str):
+            return {"status": "wait", "why": seat}
+        seat.state, seat.step = hello.state, hello.step
+        if self.state is None:
+            return self._found(seat)
+        if self._awaited:
+            return self._recover(seat)
+        if longer(hello.state, self.state.describe()) and not self.seats.members and not self.open:
+            # Nobody trains by the hub's state yet, which is that of an earlier day than this island's.
+            return self._adopt(seat)
+        return self._offer_state(seat)
+
+    def admit(self, member: Member, slot: int) -> dict[str, Any]:
+        """The island holds a state whose next slot is ``slot`` and takes part from now on. Raises Refusal."""
+        seat = self.seats[member]
+        seat.slot = slot
+        if seat.phase is not Phase.MEMBER:
+            seat.phase = Phase.MEMBER
+            if not seat.founder:
+                seat.first = max([slot, *(s + 1 for s in self.open)])
+        self._coming.pop(member, None)
+        self.seats.hear(member, 0.0)
+        return {"step": self.step, "present": sorted(self.seats.members)}
+
+    def beat(self, member: Member, step: int, slot: int, idle_s: float) -> None:
+        """A sign of life. step: of run progress. slot: next of the state it holds. Raises Refusal."""
+        seat = self.seats.hear(member, idle_s)
+        seat.step, seat.slot = step, max(seat.slot, slot)
+        self._forget()
+
+    def leave(self, member: Member, reason: str) -> None:
+        """Nobody waits for this island any more. Raises Refusal."""
+        self._drop(self.seats.leave(member, reason))
+
+    def tick(self) -> list[Seat]:
+        """Time has passed. Returns who was given up."""
+        lost = self.seats.expired()
+        for seat in lost:
+            self._drop(seat)
+        self._look()
+        self._read = {key: at for key, at in self._read.items() if self.now() - at < UNREAD_S}
+        self._shelf = {key: state for key, state in self._shelf.items() if key in self._read}
+        return lost
+
+    def _agree(self, terms: Terms) -> None:
+        if self.terms is None:
+            self.terms, self._merger = terms, terms.merger()
+            return
+        if terms.run_id != self.terms.run_id:
+            raise Refusal("refused", f"this hub serves run {self.terms.run_id}, not {terms.run_id}")
+        if keys := self.terms.differences(terms):
+            mine, theirs = self.terms.settings, terms.settings
+            shown = "; ".join(f"{k}: {theirs.get(k)!r} here, {mine.get(k)!r} in the run" for k in keys)
+            raise Refusal("refused", f"the islands of a run must agree on {shown}")
+
+    def _found(self, seat: Seat) -> dict[str, Any]:
+        """The run's first state is that of the island with the longest history, once all are there."""
+        assert self.terms is not None
+        here = self.seats.of(Phase.JOINING)
+        if len(here) < self.terms.islands:
+            present = ", ".join(str(s.member.island) for s in here)
+            return {"status": "wait", "why": f"{self.terms.islands} islands; islands present: {present}"}
+        first = max(here, key=lambda s: (s.tokens_total, int(s.state["slot"]), -s.member.island))
+        if first is not seat:
+            return {"status": "wait", "why": f"island {first.member.island} to bring the run's state"}
+        return self._adopt(seat)
+
+    def _recover(self, seat: Seat) -> dict[str, Any]:
+        """The store lacks what was committed last: of those who were there, somebody may hold it."""
+        assert self.state is not None
+        if longer(seat.state, self.state.describe()):
+            return self._adopt(seat)
+        self._awaited.pop(seat.member.island, None)
+        if not self._awaited or self.now() > self._awaited_until:
+            # Nobody has taken what was committed last, so it can be made again.
+            self._awaited.clear()
+            self.records = {s: r for s, r in self.records.items() if s < self.state.slot}
+        else:
+            return {"status": "wait", "why": f"islands {sorted(self._awaited)}, which may hold later state"}
+        return self._offer_state(seat)
+
+    def _adopt(self, seat: Seat) -> dict[str, Any]:
+        """Make the island's state, where its history is the longer one, the hub's; it has to bring the tensors."""
+        assert self.terms is not None
+        state = self.state or self.terms.blank()
+        mine = state.describe()
+        entries = combine(mine, seat.state)["fragments"] if self.state else seat.state["fragments"]
+        wanted: dict[str, int] = {}
+        for i, (entry, held) in enumerate(zip(entries, mine["fragments"], strict=True)):
+            if entry != held:
+                wanted[f"anchor.{i}"] = self.terms.sizes[i]
+                if state.optimizer.keeps_momentum and entry["version"] > 0:
+                    wanted[f"momentum.{i}"] = self.terms.sizes[i]
+        coming = self._coming.setdefault(seat.member, {})
+        for name, size in wanted.items():
+            if name not in coming or coming[name].nbytes != 4 * size:
+                coming[name] = Upload(4 * size)
+        missing = {name: coming[name].missing() for name in wanted if not coming[name].complete}
+        if missing:
+            return {"status": "upload", "missing": missing}
+        tensors = {name: coming[name].data.view(torch.float32) for name in wanted}
+        held_on = {
+            name: tensor
+            for name, tensor in (state.tensors() if self.state else {}).items()
+            if not any(name.endswith(f".{w.partition('.')[2]}") for w in wanted)
+        }
+        description = combine(mine, seat.state) if self.state else seat.state
+        try:
+            state.restore(description, held_on | tensors)
+        except (ValueError, KeyError, TypeError) as error:
+            del self._coming[seat.member]
+            raise Refusal(
+                "refused", f"the state of island {seat.member.island} does not fit: {error}"
+            ) from error
+        if self.state is None:
+            for founder in self.seats.of(Phase.JOINING):
+                founder.founder, founder.first = True, state.slot
+        self.state = state
+        self._awaited.clear()
+        self._coming.clear()
+        self._shelf.clear()
+        self.store.save(self.terms, state.copy(), list(self.records.values()))
+        return self._offer_state(seat)
+
+    def bring(self, member: Member, name: str) -> Upload:
+        """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
+        self.seats[member].heard = self.now()
+        upload = self._coming.get(member, {}).get(name)
+        if upload is None:
+            raise Refusal("gone", f"nobody asks for {name} of island {member.island}")
+        return upload
+
+    def _offer_state(self, seat: Seat) -> dict[str, Any]:
+        return {"status": "take"} | self.shelve()
+
+    def shelve(self) -> dict[str, Any]:
+        """The present state, described; its tensors can be had by its key for a while. Raises Refusal."""
+        if self.state is None:
+            raise Refusal("gone", "the run has no state yet")
+        key = f"{self.state.slot}-{self.state.tokens_total}"
+        self._shelf.setdefault(key, self.state.copy())
+        self._read[key] = self.now()
+        while len(self._shelf) > SHELVED:
+            del self._shelf[next(iter(self._shelf))]
+        return {
+            "key": key,
+            "state": self.state.describe(),
+            "tensors": sorted(self.state.tensors()),
+            "step": self.step,
+            "present": sorted(self.seats.members),
+        }
+
+    def shelved(self, key: str, name: str) -> torch.Tensor:
+        """A tensor of a state that ``shelve`` described. Raises Refusal."""
+        state = self._shelf.get(key)
+        tensor = state.tensors().get(name) if state else None
+        if tensor is None:
+            raise Refusal("gone", f"{name} of state {key} is no longer held")
+        self._read[key] = self.now()
+        return tensor
+
+    @property
+    def step(self) -> int:
+        """Where in run progress the furthest island stands."""
+        return max(
+            (seat.step for seat in self.seats.of(Phase.MEMBER) + self.seats.of(Phase.JOINING)), default=0
+        )
+
+    def _members(self) -> dict[int, str]:
+        return {island: seat.member.incarnation for island, seat in self.seats.members.items()}
+
+    def _drop(self, seat: Seat) -> None:
+        self._coming.pop(seat.member, None)
+        for slot in self.open.values():
+            slot.drop(seat.member)
+        self.open = {number: slot for number, slot in self.open.items() if slot.headers or slot.merging}
+        self._forget()
+        self._look()
+
+    # ---- slots -----------------------------------------------------------------------------------------------------
+
+    def announce(self, member: Member, header: Header) -> dict[str, Any]:
+        """What an island says about its contribution to a slot. Returns what ``outcome`` does. Raises Refusal."""
+        seat = self._member(member)
+        assert self.state is not None
+        if header.island != member.island:
+            raise Refusal("malformed", f"the header is island {header.island}'s")
+        if not header.slot >= 0 or header.fragment != header.slot % len(self.state.states):
+            raise Refusal(
+                "malformed", f"slot {header.slot} exchanges another fragment than {header.fragment}"
+            )
+        self._withdrawn.discard((header.slot, member))
+        if header.slot >= self.state.slot and header.slot not in self.records:
+            slot = self.open.setdefault(header.slot, Open(header.slot, header.fragment, self.now()))
+            if slot.roll is None:
+                slot.headers[member] = header
+                self._look()
+        return self.outcome(seat.member, header.slot)
+
+    def upload(self, member: Member, number: int, nbytes: int) -> Upload:
+        """Where the payload of a contribution goes. Raises Refusal when it is not, or no longer, wanted."""
+        self._member(member)
+        slot = self.open.get(number)
+        if slot is None or slot.merging or member not in slot.headers:
+            raise Refusal("gone", f"slot {number} takes no payload from island {member.island}")
+        expected = sum(self._merger.sizes(slot.fragment))
+        if nbytes != expected:
+            raise Refusal("malformed", f"a payload of slot {number} has {expected} bytes, not {nbytes}")
+        if member not in slot.uploads:
+            slot.uploads[member] = Upload(nbytes)
+        return slot.uploads[member]
+
+    def uploaded(self) -> None:
+        """Something has arrived."""
+        self._look()
+
+    def outcome(self, member: Member, number: int) -> dict[str, Any]:
+        """How a slot ended for this island, or how it stands. Raises Refusal.
+
+        status: "committed" or "failed", with the fields of a ``Record``; "behind": the island has to heal; "withdrawn";
+        "unknown": the hub has not heard of it from this island; "open": with the phase, the islands it needs something
+        from, and the ranges of this island's payload that are missing.
+        """
+        self._member(member)
+        assert self.state is not None
+        record, slot = self.records.get(number), self.open.get(number)
+        if record is not None:
+            if member.island in record.takers:
+                return record.to_json()
+            return {"status": "behind", "reason": "the slot was settled without this island"}
+        if (number, member) in self._withdrawn:
+            return {"status": "withdrawn"}
+        if number < self.state.slot:
+            return {"status": "behind", "reason": "the run is past the slot"}
+        if slot is None:
+            return {"status": "unknown"}
+        return self._standing(slot, member)
+
+    def _standing(self, slot: Open, member: Member) -> dict[str, Any]:
+        if slot.roll is None:
+            if member not in slot.headers:
+                return {"status": "unknown"}
+            phase, islands = "headers", self._unheard(slot)
+        else:
+            phase, islands = ("merge", []) if slot.merging else ("payloads", slot.uploading())
+        missing: list[tuple[int, int]] = []
+        header = slot.headers.get(member)
+        if header is not None and not slot.merging and header.finite and header.steps > 0:
+            upload = slot.uploads.get(member)
+            missing = upload.missing() if upload else [(0, sum(self._merger.sizes(slot.fragment)))]
+        return {"status": "open", "phase": phase, "islands": islands, "missing": missing}
+
+    def payload(self, member: Member, number: int) -> torch.Tensor:
+        """The encoded merged delta of a committed slot. Raises Refusal."""
+        self._member(member)
+        if number not in self.payloads:
+            raise Refusal("gone", f"the result of slot {number} is no longer held")
+        return self.payloads[number]
+
+    def withdraw(self, member: Member, number: int) -> dict[str, Any]:
+        """The island leaves a slot, if it is not too late; returns what ``outcome`` does. Raises Refusal."""
+        self._member(member)
+        slot = self.open.get(number)
+        if slot is not None and not slot.merging:
+            slot.headers.pop(member, None)
+            slot.uploads.pop(member, None)
+            slot.roll = None
+            self._withdrawn.add((number, member))
+            if not slot.headers:
+                del self.open[number]
+            self._look()
+        return self.outcome(member, number)
+
+    def _member(self, member: Member) -> Seat:
+        seat = self.seats[member]
+        if seat.phase is not Phase.MEMBER:
+            raise Refusal("stranger", f"island {member.island} has not been admitted")
+        return seat
+
+    def _unheard(self, slot: Open) -> list[int]:
+        """Islands that the roll waits for."""
+        heard = {member.island for member in slot.headers}
+        gone_on = {member.island for number, member in self._withdrawn if number == slot.slot}
+        return [i for i in self.seats.awaited(slot.slot) if i not in heard | gone_on]
+
+    def _look(self) -> None:
+        """Call the roll of the oldest open slot, if everybody has said something; slots are settled in their order."""
+        slot = self.open.get(min(self.open, default=-1))
+        if slot is None or slot.roll is not None:
+            return
+        if not self._unheard(slot) or self.now() - slot.began >= self.rules.wait_s:
+            self._call(slot)
+
+    def _call(self, slot: Open) -> None:
+        assert self.state is not None
+        held = self.state.states[slot.fragment]
+        headers = slot.by_island()
+        current = {
+            i: h
+            for i, h in headers.items()
+            if (h.version, h.digest, h.lineage) == (held.version, held.digest, held.lineage)
+        }
+        slot.behind = tuple(sorted(headers.keys() - current.keys()))
+        slot.roll = call_roll(current) if current else None
+        if slot.roll is not None and slot.roll.contributors:
+            return
+        if any(h.finite for h in current.values()):
+            reason = "no island has made a step since it last applied the fragment"
+        else:
+            reason = "no delta is finite" if current else "no island holds the run's anchor"
+        self._settle(slot, Record(slot.slot, "failed", tuple(sorted(current)), reason=reason))
+
+    def take_job(self) -> Job | None:
+        """The next merge, if its payloads are here. The caller runs it and gives it to ``done``."""
+        if self.state is None or not self.open or any(slot.merging for slot in self.open.values()):
+            return None
+        slot = self.open[min(self.open)]
+        if slot.roll is None or slot.uploading():
+            return None
+        slot.merging = True
+        payloads = {m.island: upload.data for m, upload in slot.uploads.items()}
+        headers = slot.by_island()
+        contributions = [
+            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i]) for i in slot.roll.contributors
+        ]
+        slot.uploads = {}
+        step = self.state.outer_step(slot.fragment, slot.slot)
+        return Job(slot.slot, slot.fragment, contributions, self._merger, step)
+
+    def done(self, job: Job) -> None:
+        """A merge has been made: commit it."""
+        slot = self.open[job.slot]
+        assert slot.roll is not None and job.advance is not None and job.payload is not None
+        assert self.state is not None and self.terms is not None
+        roll, heard = slot.roll, slot.by_island()
+        if not job.advance.finite:
+            self._merger.settle(job.fragment, job.slot, committed=False)
+            reason = "the outer step is not finite"
+            self._settle(slot, Record(slot.slot, "failed", roll.members, reason=reason))
+            return
+        record = Record(
+            slot.slot,
+            "committed",
+            roll.members,
+            digest=f"{job.advance.digest} {job.advance.merged}",
+            nbytes=job.payload.nbytes,
+            participants=roll.contributors,
+            weights=job.weights,
+            tokens=sum(heard[i].tokens for i in roll.contributors),
+            positions={i: heard[i].positions for i in (*roll.contributors, *roll.skipped)},
+            skipped={i: heard[i].skipped for i in roll.contributors}
+            | {i: heard[i].positions for i in roll.skipped},
+            members={i: heard[i].holds for i in roll.members},
+            contested=roll.contested,
+            present=tuple(sorted(self.seats.members)),
+        )
+        self._merger.settle(job.fragment, job.slot, committed=True)
+        # It is on the disk before anybody can learn of it: after a crash no version is made a second time.
+        self.store.commit(record, self._members())
+        self.state.commit(
+            record.slot, job.fragment, job.advance, list(record.participants), record.tokens, record.advanced,
+            record.members,
+        )  # fmt: skip
+        self.payloads[record.slot] = job.payload
+        self._settle(slot, record)
+        self.store.save(self.terms, self.state.copy(), list(self.records.values()))
+
+    def _settle(self, slot: Open, record: Record) -> None:
+        assert self.state is not None
+        if record.status == "failed":
+            self.store.commit(record, self._members())
+            self.state.fail(record.slot)
+        self.records[record.slot] = record
+        del self.open[slot.slot]
+        self._forget()
+        self._look()
+
+    def _forget(self) -> None:
+        """Let go of what nobody can ask for any more."""
+        needed = min((seat.slot for seat in self.seats.members.values()), default=None)
+        self.payloads = {s: p for s, p in self.payloads.items() if needed is not None and s >= needed}
+        oldest = max(self.records, default=0) - REMEMBERED
+        self.records = {s: r for s, r in self.records.items() if s > oldest}
+        self._withdrawn = {(s, m) for s, m in self._withdrawn if s > oldest}

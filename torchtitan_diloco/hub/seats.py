@@ -1,0 +1,133 @@
+"""Who is in the run: one seat for each island, held by one incarnation at a time, which has to be heard from."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torchtitan_diloco.hub.refusal import Refusal
+from torchtitan_diloco.outer.policy import Member
+
+
+class Phase(Enum):
+    JOINING = "joining"
+    MEMBER = "member"
+    LEFT = "left"
+    LOST = "lost"
+
+
+PRESENT = (Phase.JOINING, Phase.MEMBER)
+
+
+@dataclass(slots=True)
+class Seat:
+    """An island, as its newest incarnation has described itself.
+
+    heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
+    next of its published state. first: the slot from which on others wait for it. founder: they wait for it though it has not been admitted yet. state:
+    what it came with.
+    """
+
+    member: Member
+    started: float
+    heard: float
+    phase: Phase = Phase.JOINING
+    idle_s: float = 0.0
+    step: int = 0
+    slot: int = 0
+    first: int = 0
+    founder: bool = False
+    state: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+    @property
+    def tokens_total(self) -> int:
+        return sum(int(entry["tokens"]) for entry in self.state["fragments"])
+
+
+class Seats:
+    """lease_s: silence after which an island is gone. hang_s: time without life in its training loop after which it is."""
+
+    def __init__(self, lease_s: float, hang_s: float, now: Callable[[], float]) -> None:
+        self._lease_s, self._hang_s, self._now = lease_s, hang_s, now
+        self._seats: dict[int, Seat] = {}
+        self._rivals: dict[
+            Member, float
+        ] = {}  # since when it has wanted a seat that another incarnation holds
+
+    def __getitem__(self, member: Member) -> Seat:
+        """Raises Refusal when it is not, or no longer, in the run."""
+        seat = self._seats.get(member.island)
+        if seat is None or seat.member != member:
+            raise Refusal(
+                "stranger", f"island {member.island}, incarnation {member.incarnation}, has not joined"
+            )
+        if seat.phase not in PRESENT:
+            raise Refusal("stranger", f"island {member.island} has been given up: {seat.why}")
+        return seat
+
+    def take(self, member: Member, started: float) -> Seat | str:
+        """A seat for who wants to join; or, in words, for what it has to wait.
+
+        Raises Refusal when a newer incarnation holds it, or another one that goes on living.
+        """
+        seat, now = self._seats.get(member.island), self._now()
+        if seat is not None and seat.member != member:
+            who = f"incarnation {seat.member.incarnation} of island {member.island}"
+            if seat.started > started:
+                raise Refusal("refused", f"{who}, which is newer than this one, is in the run")
+            if seat.phase in PRESENT:
+                since = self._rivals.setdefault(member, now)
+                if seat.heard > since + self._lease_s:
+                    raise Refusal(
+                        "refused", f"{who} is in the run and alive; each island has its own island.id"
+                    )
+                return f"{who} to be gone (heard {now - seat.heard:.1f} s ago)"
+        if seat is None or seat.member != member or seat.phase not in PRESENT:
+            self._rivals.pop(member, None)
+            seat = self._seats[member.island] = Seat(member, started, now)
+        seat.heard = now
+        return seat
+
+    def hear(self, member: Member, idle_s: float) -> Seat:
+        """A sign of life. Raises Refusal."""
+        seat = self[member]
+        seat.heard, seat.idle_s = self._now(), idle_s
+        return seat
+
+    def expired(self) -> list[Seat]:
+        """Take the seats of those who are gone or hang; which they were."""
+        lost = []
+        for seat in self._seats.values():
+            silent = self._now() - seat.heard
+            if seat.phase not in PRESENT:
+                continue
+            if silent > self._lease_s:
+                seat.why = f"not heard for {silent:.1f} s (syncer.heartbeat_timeout_s)"
+            elif seat.idle_s > self._hang_s:
+                seat.why = f"its training loop has not moved for {seat.idle_s:.0f} s (syncer.hang_timeout_s)"
+            else:
+                continue
+            seat.phase = Phase.LOST
+            lost.append(seat)
+        return lost
+
+    def leave(self, member: Member, reason: str) -> Seat:
+        """Raises Refusal."""
+        seat = self[member]
+        seat.phase, seat.why = (Phase.LOST if reason == "failure" else Phase.LEFT), reason
+        return seat
+
+    def of(self, phase: Phase) -> list[Seat]:
+        """In the order of the islands' numbers."""
+        return [seat for _, seat in sorted(self._seats.items()) if seat.phase is phase]
+
+    def awaited(self, slot: int) -> list[int]:
+        """Islands that take part in a slot."""
+        seats = [*self.of(Phase.MEMBER), *(s for s in self.of(Phase.JOINING) if s.founder)]
+        return sorted(seat.member.island for seat in seats if seat.first <= slot)
+
+    @property
+    def members(self) -> dict[int, Seat]:
+        """Seats of those who take part in slots, by island."""
+        return {seat.member.island: seat for seat in self.of(Phase.MEMBER)}

@@ -1,0 +1,115 @@
+"""One slot on the hub, from its first header to its outcome."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.outer.merge import Contribution, Merged
+from torchtitan_diloco.outer.merger import Merger
+from torchtitan_diloco.outer.policy import Header, Member, Roll
+from torchtitan_diloco.outer.state import Advance
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How a slot ended, for those who took part in it; see ``exchange.messages.Outcome``. To all others it is "behind".
+
+    digest: of the new anchor, and the checksum of the merged delta. nbytes: of the encoded result. takers: the islands
+    that can apply it.
+    """
+
+    slot: int
+    status: Literal["committed", "failed"]
+    takers: tuple[int, ...]
+    digest: str = ""
+    nbytes: int = 0
+    participants: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    tokens: int = 0
+    positions: dict[int, dict[str, int]] = field(default_factory=dict)
+    skipped: dict[int, dict[str, int]] = field(default_factory=dict)
+    members: dict[int, dict[str, str]] = field(default_factory=dict)
+    contested: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Record":
+        """Raises ValueError for anything that ``to_json`` does not give."""
+        try:
+            values = dict(data)
+            for name in ("takers", "participants", "contested", "present"):
+                values[name] = tuple(int(i) for i in values[name])
+            for name in ("positions", "skipped", "members"):
+                values[name] = {int(i): dict(of) for i, of in values[name].items()}
+            return cls(**{**values, "weights": tuple(float(w) for w in values["weights"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"malformed outcome: {error!r}") from error
+
+    @property
+    def advanced(self) -> dict[str, int]:
+        return {name: end for positions in self.positions.values() for name, end in positions.items()}
+
+
+@dataclass(slots=True)
+class Open:
+    """A slot that is not settled. began: on the hub's clock. behind: islands on another base than the run's."""
+
+    slot: int
+    fragment: int
+    began: float
+    headers: dict[Member, Header] = field(default_factory=dict)
+    uploads: dict[Member, Upload] = field(default_factory=dict)
+    roll: Roll | None = None
+    behind: tuple[int, ...] = ()
+    merging: bool = False
+
+    def drop(self, member: Member) -> bool:
+        """Without what this member has said, unless its contribution is here already; whether that changed anything."""
+        if self.merging or member not in self.headers:
+            return False
+        upload = self.uploads.get(member)
+        counted = self.roll is not None and member.island in self.roll.contributors
+        if counted and upload is not None and upload.complete:
+            return False
+        del self.headers[member]
+        self.uploads.pop(member, None)
+        self.roll = None
+        return True
+
+    def by_island(self) -> dict[int, Header]:
+        return {member.island: header for member, header in self.headers.items()}
+
+    def uploading(self) -> list[int]:
+        """Contributors whose payload is not all here."""
+        assert self.roll is not None
+        done = {m.island for m, upload in self.uploads.items() if upload.complete}
+        return [i for i in self.roll.contributors if i not in done]
+
+
+@dataclass(slots=True)
+class Job:
+    """The merge of a slot and the outer step on it. ``run`` takes a while and touches nothing of the hub but its merger."""
+
+    slot: int
+    fragment: int
+    contributions: list[Contribution]
+    merger: Merger
+    outer_step: Callable[[Merged], Advance]
+    payload: torch.Tensor | None = None
+    weights: tuple[float, ...] = ()
+    advance: Advance | None = None
+
+    def run(self) -> None:
+        slices = range(len(self.merger.sizes(self.fragment)))
+        self.payload, weights = self.merger.own(self.fragment, self.slot, slices, self.contributions)
+        self.contributions = []
+        # From what all islands get, so that their outer step is this one.
+        self.advance = self.outer_step(self.merger.decode(self.fragment, self.payload))
+        self.weights = tuple(weights)

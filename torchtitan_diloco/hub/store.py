@@ -1,0 +1,286 @@
+"""The hub's durable state: immutable files of tensors, a manifest that names a consistent set of them, and a journal.
+
+    epoch            how often a hub was started on this folder; one that finds a higher number than its own stops
+    journal.jsonl    a line for every settled slot, on the disk before any island can learn of it
+    state.json       the manifest: terms, outer state, files with length and checksum
+    parts/           anchor and momentum of each fragment, one file for each version
+
+What the journal has and the manifest has not, because the tensors were still on their way to the disk, some island may
+hold; whom to ask is in the journal as well.
+"""
+
+import json
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.hub.slot import Record
+from torchtitan_diloco.hub.terms import Terms
+from torchtitan_diloco.outer import stream
+from torchtitan_diloco.outer.state import OuterState
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an earlier hub has left. awaited: island -> incarnation, of those who may hold later state than this."""
+
+    terms: Terms
+    state: OuterState
+    records: list[Record] = field(default_factory=list)
+    awaited: dict[int, str] = field(default_factory=dict)
+
+
+class Store(ABC):
+    """epoch: of this hub; higher than that of any before it."""
+
+    epoch = 0
+
+    @abstractmethod
+    def load(self) -> Found | None: ...
+
+    @abstractmethod
+    def commit(self, record: Record, members: Mapping[int, str]) -> None:
+        """A slot is settled. It is on the disk when this returns. Raises Fenced."""
+
+    @abstractmethod
+    def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
+        """The state as it is now; written in the background, and only as far as it is not there yet."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """What was given to ``save`` is on the disk when this returns."""
+
+
+class NoStore(Store):
+    """Nothing outlasts the process."""
+
+    def load(self) -> Found | None:
+        return None
+
+    def commit(self, record: Record, members: Mapping[int, str]) -> None:
+        pass
+
+    def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Fenced(Exception):
+    """Another hub was started on the same state; this one must not go on."""
+
+
+class FileStore(Store):
+    """every: committed versions between two saves of the tensors."""
+
+    def __init__(self, folder: Path, every: int = 1) -> None:
+        """Raises UserError when the folder cannot be used."""
+        self._folder, self._parts = folder, folder / "parts"
+        self._every = every
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            self.epoch = self._last_epoch() + 1
+            replace(folder / "epoch", f"{self.epoch}\n".encode())
+            self._journal = open(folder / "journal.jsonl", "ab")  # noqa: SIM115 - open as long as the hub is
+        except OSError as error:
+            raise UserError(
+                f"the hub's folder {folder} cannot be written: {error.strerror}; give syncer.dir another"
+            ) from None
+        self._versions = -1  # committed versions in the last save that was asked for
+        self._pending: tuple[Terms, OuterState, list[Record]] | None = None
+        self._news = threading.Condition()
+        self._closed = False
+        self._fault: BaseException | None = None
+        self._known: dict[str, dict[str, Any]] = {}  # files that are there, as the manifest describes them
+        self._thread = threading.Thread(target=self._run, daemon=True, name="hub-store")
+        self._thread.start()
+
+    def _last_epoch(self) -> int:
+        try:
+            return int((self._folder / "epoch").read_text())
+        except FileNotFoundError:
+            return 0
+        except ValueError:
+            raise UserError(
+                f"{self._folder / 'epoch'} is damaged; write a number into it that is higher than any before"
+            ) from None
+
+    def _check_epoch(self) -> None:
+        if self._last_epoch() != self.epoch:
+            raise Fenced(f"another hub, number {self._last_epoch()}, was started on {self._folder}")
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> Found | None:
+        """Raises UserError naming the file that is damaged."""
+        manifest = self._folder / "state.json"
+        if (
+            not manifest.exists()
+        ):  # whatever the run's state is, the islands that found it anew bring it with them
+            return None
+        lines = self._read_journal()
+        try:
+            data = json.loads(manifest.read_bytes())
+            if data["format"] != FORMAT:
+                raise ValueError(f"it has format {data['format']!r}, this version reads {FORMAT}")
+            terms = Terms.from_json(data["terms"])
+            state = terms.blank()
+            tensors = {name: self._read_part(name, entry) for name, entry in data["files"].items()}
+            state.restore(data["state"], tensors)
+            records = {r.slot: r for r in map(Record.from_json, data["records"])}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{manifest} cannot be used: {error}; restore the folder from a copy, or move it away and start the hub "
+                "without it: islands bring the run's state with them"
+            ) from error
+        self._known = {entry["file"]: entry for entry in data["files"].values()}
+        self._versions = sum(held.version for held in state.states)
+        awaited: dict[int, str] = {}
+        for line in lines:
+            record = Record.from_json(line["record"])
+            records[record.slot] = record
+            if record.slot < state.slot:
+                continue
+            if record.status == "failed" and not awaited:
+                state.fail(record.slot)
+            elif record.status == "committed":
+                awaited |= _members(line)
+        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), awaited)
+
+    def _read_journal(self) -> list[dict[str, Any]]:
+        lines = []
+        for number, line in enumerate((self._folder / "journal.jsonl").read_bytes().splitlines(), 1):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                # The last one may have been cut off: nobody has learnt of its slot then.
+                logger.warning("%s: line %d is cut off", self._folder / "journal.jsonl", number)
+        return lines
+
+    def _read_part(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        with open(self._parts / entry["file"], "rb") as file:
+            tensor, _ = stream.read(name, iter(lambda: file.read(stream.PIECE), b""))
+        if _checksum(tensor) != entry["xxh3_128"]:
+            raise ValueError(f"{entry['file']} is damaged")
+        return tensor
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def commit(self, record: Record, members: Mapping[int, str]) -> None:
+        self._check_epoch()
+        line = {"record": record.to_json(), "members": dict(members)}
+        self._journal.write(json.dumps(line).encode() + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
+        versions = sum(held.version for held in state.states)
+        if 0 <= versions - self._versions < self._every and self._versions >= 0:
+            return
+        self._versions = versions
+        self._put((terms, state, list(records)))
+
+    def _put(self, what: tuple[Terms, OuterState, list[Record]]) -> None:
+        with self._news:
+            if self._fault is not None:
+                raise self._fault
+            self._pending = what
+            self._news.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._pending is not None or self._closed)
+                if self._pending is None:
+                    return
+                what, self._pending = self._pending, None
+            try:
+                self._write(*what)
+            except OSError as error:
+                # The state before it is still whole, and the journal says what is missing.
+                logger.error("the state of slot %d could not be saved: %s", what[1].slot, error)
+            except BaseException as error:  # noqa: BLE001 - raised at the next save
+                self._fault = error
+                return
+
+    def _write(self, terms: Terms, state: OuterState, records: list[Record]) -> None:
+        files = {}
+        for name, tensor in state.tensors().items():
+            held = state.states[int(name.rpartition(".")[2])]
+            file = f"{name}-v{held.version}-{held.digest[:16]}.safetensors"
+            entry = self._known.get(file)
+            if entry is None:
+                temporary = self._parts / f".{file}"
+                with open(temporary, "wb") as out:
+                    for piece in stream.write(name, tensor):
+                        out.write(piece)
+                    out.flush()
+                    os.fsync(out.fileno())
+                temporary.replace(self._parts / file)
+                entry = {"file": file, "bytes": stream.length(name, tensor), "xxh3_128": _checksum(tensor)}
+                self._known[file] = entry
+            files[name] = entry
+        _sync_folder(self._parts)
+        manifest = {
+            "format": FORMAT,
+            "epoch": self.epoch,
+            "terms": terms.to_json(),
+            "state": state.describe(),
+            "files": files,
+            "records": [record.to_json() for record in records],
+        }
+        self._check_epoch()
+        replace(self._folder / "state.json", json.dumps(manifest).encode())
+        kept = {entry["file"] for entry in files.values()}
+        for path in self._parts.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        self._known = {file: entry for file, entry in self._known.items() if file in kept}
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._thread.join()
+        self._journal.close()
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or, after a crash, as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.numpy().view("uint8").data)
+
+
+def _members(line: Mapping[str, Any]) -> dict[int, str]:
+    return {int(island): str(incarnation) for island, incarnation in line["members"].items()}
