@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from torchtitan_diloco.config.own import CodecConfig, IslandConfig, LighthouseConfig, MergeConfig, TransportConfig
+from torchtitan_diloco.config.own import (
+    CodecConfig,
+    IslandConfig,
+    LighthouseConfig,
+    MergeConfig,
+    TransportConfig,
+)
 from torchtitan_diloco.exchange.hub import HubTransport
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.transport import Hello, Joined
@@ -74,7 +80,9 @@ class HubIsland:
     def __post_init__(self) -> None:
         fragments = fragments_of(self.sizes)
         anchors = [torch.zeros(size) for size in self.sizes]
-        self.state = OuterState.found(fragments, OuterSGD(0.7, 0.9, True), anchors, self.islands, hand_over=False)
+        self.state = OuterState.found(
+            fragments, OuterSGD(0.7, 0.9, True), anchors, self.islands, hand_over=False
+        )
         self.wire = Wire(self.codec, MergeConfig(), fragments, RUN, self.island, self.islands)
         transport = self.transport_config or TransportConfig(kind="hub", urls=self.urls, streams=2)
         self.transport = HubTransport(

@@ -29,7 +29,7 @@ RANK = {
     "cpu": 2,
     "outer": 1,
     "process": 0,
-    "listening": 0,
+    "listening": 1,
     "errors": 0,
     "assets": 2,
     "__init__": 0,

@@ -12,6 +12,7 @@ from torchtitan_diloco.errors import Resumable, UserError
 COMMANDS = {
     "run": "start a Lighthouse and several islands on this machine and train",
     "lighthouse": "run the Lighthouse that islands of a run meet at",
+    "syncer": "run the hub that islands of a run dial when they cannot reach one another",
     "validate": "check configuration files and print them resolved, with the origin of each value",
     "data": "prepare, verify and inspect corpora, and audit what a run did with them",
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from torchtitan_diloco.cli.port_file import write_port
 from torchtitan_diloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _serve_until(stop: set[signal.Signals], options: LighthouseOptions) -> None:
         # The server names its host in the address even when bound to 127.0.0.1; only the port is of use.
         port = server.address().rpartition(":")[2].rstrip("/")
         if options.port_file is not None:
-            _write_port(options.port_file, port)
+            write_port(options.port_file, port)
         signal.sigwait(stop)
     finally:
         server.shutdown()
@@ -109,17 +110,6 @@ def _listen(options: LighthouseOptions) -> "LighthouseServer":
             ) from None
         raise UserError(
             f"--bind {options.bind}: cannot listen there: {error}; give another --bind HOST:PORT"
-        ) from None
-
-
-def _write_port(path: Path, port: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(port + "\n")
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"--port-file {path}: cannot be written: {error.strerror}; give a writable path"
         ) from None
 
 

@@ -9,7 +9,7 @@ import tyro
 
 from torchtitan_diloco.cli.local.launch import Edges, Request, launch
 from torchtitan_diloco.cli.local.supervisor import DRAIN_LIMIT_S
-from torchtitan_diloco.config.fields import keys
+from torchtitan_diloco.cli.overrides import split_overrides
 from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.rules import WORLD, broken_relations
@@ -19,7 +19,7 @@ from torchtitan_diloco.errors import UserError
 
 @dataclass(kw_only=True, slots=True)
 class RunOptions:
-    """Train on this machine: a Lighthouse, one torchrun per island, one live table.
+    """Train on this machine: a Lighthouse (or a hub), one torchrun per island, one live table.
 
     Any setting of FILE can be overridden with --section.key value. Ctrl-C drains: every island saves and leaves; the
     same command goes on from there. Exit code 0: done, 75: stopped early and resumable, 2: wrong usage, 1: failure.
@@ -43,28 +43,6 @@ class RunOptions:
 
     fresh: bool = False
     """Move an earlier run of this name aside and start anew."""
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the command's own arguments, the `--section.key [value]` ones).
-
-    A boolean key may stand alone; after any other key, known or not, the next word is its value unless it starts with
-    `--`.
-    """
-    own: list[str] = []
-    overrides: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not (word.startswith("--") and "." in word.partition("=")[0]):
-            own.append(word)
-            continue
-        overrides.append(word)
-        kind = keys().get(word[2:].replace("-", "_"))
-        alone = kind is not None and kind.base == "bool" and words[:1] not in (["true"], ["false"])
-        if not alone and "=" not in word and words and not words[0].startswith("--"):
-            overrides.append(words.pop(0))
-    return own, overrides
 
 
 def parse_ranks(ranks: str, islands: int) -> list[int]:

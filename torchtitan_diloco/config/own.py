@@ -106,6 +106,24 @@ class TransportConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SyncerConfig:
+    """[syncer]: the hub that islands with `transport.kind = "hub"` dial; all times in seconds"""
+
+    bind: str = "127.0.0.1:29520"
+    """HOST:PORT to listen on; port 0 takes a free one."""
+    dir: str = ""
+    """Folder of its durable state; "" = `syncer` in the run's folder."""
+    save_every: int = 1
+    """Committed versions from one save of anchor and momentum to the next; what happened since, islands bring back."""
+    heartbeat_timeout_s: float = 5.0
+    """Silence after which an island is gone, and its slots go on without it."""
+    hang_timeout_s: float = 600.0
+    """Time without life in an island's training loop after which it counts as gone, however well it beats."""
+    wait_s: float = 3600.0
+    """From the first island that is ready for a slot until the slot goes on without those that are not."""
+
+
+@dataclass(kw_only=True, slots=True)
 class OuterConfig:
     """[semi_sync.outer]: the outer optimizer"""
 

@@ -80,8 +80,18 @@ def _is_address(text: str) -> bool:
         return False
 
 
+def _is_place(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and int(port) <= 65535
+
+
 HTTP = Range(
     lambda v: not v or _is_address(v), "an address such as http://host:port, with a port from 1 to 65535"
+)
+
+URLS = Range(
+    lambda v: all(url and _is_address(url) for url in v),
+    "addresses such as http://host:port, with a port from 1 to 65535",
 )
 
 RANGES: dict[str, Range] = {
@@ -158,6 +168,12 @@ RANGES: dict[str, Range] = {
     "lighthouse.patience_s": SECONDS,
     **{setting: _name(setting) for setting in names.SHIPPED},
     "transport.exchange_timeout_s": SECONDS,
+    "transport.urls": URLS,
+    "syncer.bind": Range(_is_place, "HOST:PORT, for instance 127.0.0.1:29520"),
+    "syncer.save_every": AT_LEAST_1,
+    "syncer.heartbeat_timeout_s": SECONDS,
+    "syncer.hang_timeout_s": SECONDS,
+    "syncer.wait_s": SECONDS,
     "transport.max_rate": AT_LEAST_0,
     "transport.streams": Range(lambda v: 1 <= v <= 64, "from 1 to 64"),
     "data.shards": AT_LEAST_1,

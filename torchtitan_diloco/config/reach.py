@@ -46,6 +46,12 @@ def await_lighthouse(
 
     Raises UserError when there is none within ``WAIT_S`` or lighthouse.patience_s, whichever is shorter.
     """
+    if needs_hub(config) and not config.transport.urls:
+        # Whether it answers is seen when the island joins: a site's proxy may be the only way to it.
+        raise UserError(
+            "transport.urls is empty: start a hub with `torchtitan-diloco syncer FILE.toml` and give its address "
+            '(["http://HOST:PORT"])'
+        )
     if not needs_lighthouse(config):
         return
     address = config.lighthouse.address
@@ -74,3 +80,8 @@ def needs_lighthouse(config: RunConfig) -> bool:
     """Only of methods and transports of our own is it known."""
     method = config.semi_sync.method
     return method == "sync" or (method in ("diloco", "local_sgd") and config.transport.kind == "gloo")
+
+
+def needs_hub(config: RunConfig) -> bool:
+    """Whether the islands of this run meet at a hub."""
+    return config.semi_sync.method in ("diloco", "local_sgd") and config.transport.kind == "hub"

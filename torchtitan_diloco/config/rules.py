@@ -92,7 +92,7 @@ _MEANINGLESS_IN_LOCKSTEP: dict[str, Any] = {
     "semi_sync.codec.density": None,
     "transport.kind": "gloo",
     "transport.max_rate": 0.0,
-    "transport.streams": 1,
+    "transport.streams": None,
     "debug.dump_sends": False,
 }
 """Key -> the one value that says what ``semi_sync.method = "sync"`` does anyway."""

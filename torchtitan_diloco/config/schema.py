@@ -31,6 +31,7 @@ from torchtitan_diloco.config.own import (
     MergeConfig,
     OuterConfig,
     SemiSyncConfig,
+    SyncerConfig,
     TransportConfig,
 )
 from torchtitan_diloco.config.retired import HARMLESS, RETIRED
@@ -61,6 +62,7 @@ __all__ = [
     "QuantizeConfig",
     "RunConfig",
     "SemiSyncConfig",
+    "SyncerConfig",
     "TrainingConfig",
     "TransportConfig",
     "ValidationConfig",
@@ -91,4 +93,5 @@ class RunConfig:
     lighthouse: LighthouseConfig = field(default_factory=LighthouseConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
+    syncer: SyncerConfig = field(default_factory=SyncerConfig)
     islands: list[IslandTable] = field(default_factory=list)

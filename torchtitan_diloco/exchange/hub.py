@@ -95,7 +95,9 @@ class HubTransport(Transport):
             TokenBucket(self._config.max_rate * 1e6 / 8),
         )
         sizes = tuple(fragment.numel for fragment in state.fragments)
-        self._terms = Terms(hello.run_id, hello.settings, sizes, state.hand_over)
+        # How an island reaches the hub is its own affair.
+        settings = {key: value for key, value in hello.settings.items() if not key.startswith("transport.")}
+        self._terms = Terms(hello.run_id, settings, sizes, state.hand_over)
         deadline = time.monotonic() + self._patience_s
         self._insist(lambda: self._enter(state, deadline), deadline)
         threading.Thread(target=self._beat, daemon=True, name="hub-beat").start()

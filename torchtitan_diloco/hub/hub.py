@@ -16,17 +16,16 @@ import torch
 
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.seats import Phase, Seat, Seats
+from torchtitan_diloco.hub.shelf import Arrivals, Shelf
 from torchtitan_diloco.hub.slot import Job, Open, Record
 from torchtitan_diloco.hub.store import NoStore, Store
 from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, Member, call_roll
-from torchtitan_diloco.outer.state import OuterState, combine, longer
+from torchtitan_diloco.outer.state import OuterState, longer
 
 REMEMBERED = 256  # slots whose outcome is kept for those who ask late
-SHELVED = 2  # states that joiners may be reading
-UNREAD_S = 30.0  # after which a state that nobody reads is let go
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,8 @@ class Hub:
         self.records: dict[int, Record] = {}
         self.payloads: dict[int, torch.Tensor] = {}
         """The encoded results that some member may still fetch, by slot."""
-        self._coming: dict[Member, dict[str, Upload]] = {}  # tensors of states that islands bring
-        self._shelf: dict[str, OuterState] = {}
-        self._read: dict[str, float] = {}  # when a state on the shelf was last asked for
+        self.shelf = Shelf(now)
+        self._arrivals = Arrivals()
         self._withdrawn: set[tuple[int, Member]] = set()
         self._awaited: dict[int, str] = {}  # after a restart: islands that may hold what the store does not
         found = self.store.load()
@@ -96,7 +94,7 @@ class Hub:
         if longer(hello.state, self.state.describe()) and not self.seats.members and not self.open:
             # Nobody trains by the hub's state yet, which is that of an earlier day than this island's.
             return self._adopt(seat)
-        return self._offer_state(seat)
+        return self._offer_state()
 
     def admit(self, member: Member, slot: int) -> dict[str, Any]:
         """The island holds a state whose next slot is ``slot`` and takes part from now on. Raises Refusal."""
@@ -106,7 +104,7 @@ class Hub:
             seat.phase = Phase.MEMBER
             if not seat.founder:
                 seat.first = max([slot, *(s + 1 for s in self.open)])
-        self._coming.pop(member, None)
+        self._arrivals.drop(member)
         self.seats.hear(member, 0.0)
         return {"step": self.step, "present": sorted(self.seats.members)}
 
@@ -126,8 +124,7 @@ class Hub:
         for seat in lost:
             self._drop(seat)
         self._look()
-        self._read = {key: at for key, at in self._read.items() if self.now() - at < UNREAD_S}
-        self._shelf = {key: state for key, state in self._shelf.items() if key in self._read}
+        self.shelf.tidy()
         return lost
 
     def _agree(self, terms: Terms) -> None:
@@ -165,87 +162,42 @@ class Hub:
             self.records = {s: r for s, r in self.records.items() if s < self.state.slot}
         else:
             return {"status": "wait", "why": f"islands {sorted(self._awaited)}, which may hold later state"}
-        return self._offer_state(seat)
+        return self._offer_state()
 
     def _adopt(self, seat: Seat) -> dict[str, Any]:
         """Make the island's state, where its history is the longer one, the hub's; it has to bring the tensors."""
         assert self.terms is not None
+        founding = self.state is None
         state = self.state or self.terms.blank()
-        mine = state.describe()
-        entries = combine(mine, seat.state)["fragments"] if self.state else seat.state["fragments"]
-        wanted: dict[str, int] = {}
-        for i, (entry, held) in enumerate(zip(entries, mine["fragments"], strict=True)):
-            if entry != held:
-                wanted[f"anchor.{i}"] = self.terms.sizes[i]
-                if state.optimizer.keeps_momentum and entry["version"] > 0:
-                    wanted[f"momentum.{i}"] = self.terms.sizes[i]
-        coming = self._coming.setdefault(seat.member, {})
-        for name, size in wanted.items():
-            if name not in coming or coming[name].nbytes != 4 * size:
-                coming[name] = Upload(4 * size)
-        missing = {name: coming[name].missing() for name in wanted if not coming[name].complete}
-        if missing:
+        if missing := self._arrivals.adopt(seat.member, state, seat.state, founding):
             return {"status": "upload", "missing": missing}
-        tensors = {name: coming[name].data.view(torch.float32) for name in wanted}
-        held_on = {
-            name: tensor
-            for name, tensor in (state.tensors() if self.state else {}).items()
-            if not any(name.endswith(f".{w.partition('.')[2]}") for w in wanted)
-        }
-        description = combine(mine, seat.state) if self.state else seat.state
-        try:
-            state.restore(description, held_on | tensors)
-        except (ValueError, KeyError, TypeError) as error:
-            del self._coming[seat.member]
-            raise Refusal(
-                "refused", f"the state of island {seat.member.island} does not fit: {error}"
-            ) from error
-        if self.state is None:
+        if founding:
             for founder in self.seats.of(Phase.JOINING):
                 founder.founder, founder.first = True, state.slot
         self.state = state
         self._awaited.clear()
-        self._coming.clear()
-        self._shelf.clear()
         self.store.save(self.terms, state.copy(), list(self.records.values()))
-        return self._offer_state(seat)
+        return self._offer_state()
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
         self.seats[member].heard = self.now()
-        upload = self._coming.get(member, {}).get(name)
-        if upload is None:
-            raise Refusal("gone", f"nobody asks for {name} of island {member.island}")
-        return upload
+        return self._arrivals.of(member, name)
 
-    def _offer_state(self, seat: Seat) -> dict[str, Any]:
+    def _offer_state(self) -> dict[str, Any]:
         return {"status": "take"} | self.shelve()
 
     def shelve(self) -> dict[str, Any]:
-        """The present state, described; its tensors can be had by its key for a while. Raises Refusal."""
+        """The present state, described; its tensors can be had from ``shelf`` by its key. Raises Refusal."""
         if self.state is None:
             raise Refusal("gone", "the run has no state yet")
-        key = f"{self.state.slot}-{self.state.tokens_total}"
-        self._shelf.setdefault(key, self.state.copy())
-        self._read[key] = self.now()
-        while len(self._shelf) > SHELVED:
-            del self._shelf[next(iter(self._shelf))]
         return {
-            "key": key,
+            "key": self.shelf.put(self.state),
             "state": self.state.describe(),
             "tensors": sorted(self.state.tensors()),
             "step": self.step,
             "present": sorted(self.seats.members),
         }
-
-    def shelved(self, key: str, name: str) -> torch.Tensor:
-        """A tensor of a state that ``shelve`` described. Raises Refusal."""
-        state = self._shelf.get(key)
-        tensor = state.tensors().get(name) if state else None
-        if tensor is None:
-            raise Refusal("gone", f"{name} of state {key} is no longer held")
-        self._read[key] = self.now()
-        return tensor
 
     @property
     def step(self) -> int:
@@ -258,7 +210,7 @@ class Hub:
         return {island: seat.member.incarnation for island, seat in self.seats.members.items()}
 
     def _drop(self, seat: Seat) -> None:
-        self._coming.pop(seat.member, None)
+        self._arrivals.drop(seat.member)
         for slot in self.open.values():
             slot.drop(seat.member)
         self.open = {number: slot for number, slot in self.open.items() if slot.headers or slot.merging}

@@ -24,8 +24,8 @@ class Seat:
     """An island, as its newest incarnation has described itself.
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
-    next of its published state. first: the slot from which on others wait for it. founder: they wait for it though it has not been admitted yet. state:
-    what it came with.
+    next of its published state. first: the slot from which on others wait for it. founder: they do so though it has not
+    been admitted yet. state: what it came with.
     """
 
     member: Member

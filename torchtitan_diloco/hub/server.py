@@ -9,7 +9,7 @@ import uvicorn
 from torchtitan_diloco.hub.hub import Hub, Rules
 from torchtitan_diloco.hub.service import Service
 from torchtitan_diloco.hub.store import FileStore, NoStore
-from torchtitan_diloco.listening import bind
+from torchtitan_diloco.listening import bind, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ class HubServer:
         """folder: of the durable state; without one, nothing outlasts the process. Raises UserError."""
         self._socket = bind(host, port, f"syncer.bind = {host}:{port}")
         self.port: int = self._socket.getsockname()[1]
+        self.url = url_of(host, self.port)
         self.store = FileStore(folder, every) if folder else NoStore()
         self._fault: BaseException | None = None
         hub = Hub(rules, self.store)

@@ -190,7 +190,7 @@ class Service:
 
     async def _tensor(self, request: Request) -> Response:
         self._member(request)
-        tensor = self.hub.shelved(request.path_params["key"], request.path_params["name"])
+        tensor = self.hub.shelf.tensor(request.path_params["key"], request.path_params["name"])
         return chunk_of(request, tensor.view(torch.uint8))
 
     async def _bring(self, request: Request) -> Response:

@@ -11,8 +11,10 @@ import pytest
 
 from tests.helpers.launcher import eventually
 from torchtitan_diloco.cli import lighthouse
-from torchtitan_diloco.cli.local.lighthouse import require_reachable
+from torchtitan_diloco.cli.local.server import require_reachable
 from torchtitan_diloco.errors import UserError
+
+LIGHTHOUSE = "lighthouse.address", "lighthouse --bind"
 
 
 def test_it_writes_its_port_listens_on_loopback_and_ends_well_on_sigterm(tmp_path: Path) -> None:
@@ -30,7 +32,7 @@ def test_it_writes_its_port_listens_on_loopback_and_ends_well_on_sigterm(tmp_pat
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             eventually(port_file.exists, within_s=30)
-            require_reachable(f"http://127.0.0.1:{int(port_file.read_text())}")
+            require_reachable(f"http://127.0.0.1:{int(port_file.read_text())}", *LIGHTHOUSE)
             server.send_signal(signal.SIGTERM)
             assert server.wait(timeout=10) == 0
         finally:
@@ -63,7 +65,7 @@ def test_without_torchft_it_says_what_to_use_instead(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("address", ["http://", "http://host", "http://host:port"])
 def test_an_address_without_host_and_port_is_refused_naming_the_setting(address: str) -> None:
     with pytest.raises(UserError, match=r"^lighthouse\.address: .* is not an address"):
-        require_reachable(address)
+        require_reachable(address, *LIGHTHOUSE)
 
 
 def test_an_unreachable_address_is_refused_within_the_wait() -> None:
@@ -72,5 +74,10 @@ def test_an_unreachable_address_is_refused_within_the_wait() -> None:
         # Bound but not listening: connections are refused.
         began = time.monotonic()
         with pytest.raises(UserError, match=r"^lighthouse\.address: nothing answers"):
-            require_reachable(f"http://127.0.0.1:{full.getsockname()[1]}", wait_s=1.0)
+            require_reachable(
+                f"http://127.0.0.1:{full.getsockname()[1]}",
+                "lighthouse.address",
+                "lighthouse --bind",
+                wait_s=1.0,
+            )
         assert time.monotonic() - began < 2

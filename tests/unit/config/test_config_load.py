@@ -54,7 +54,7 @@ def test_the_contracted_sections_are_there() -> None:
         "transport.kind": "gloo",
         "transport.exchange_timeout_s": 90.0,
         "transport.max_rate": 0.0,
-        "transport.streams": 1,
+        "transport.streams": None,
         "semi_sync.method": "diloco",
         "semi_sync.sync_every": 100,
         "semi_sync.fragments": 1,

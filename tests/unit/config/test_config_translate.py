@@ -57,6 +57,7 @@ OURS = (
     "data.",
     "lighthouse.",
     "transport.",
+    "syncer.",
     "semi_sync.",
     "island.",
     "islands",

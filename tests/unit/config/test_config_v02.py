@@ -57,7 +57,7 @@ def test_there_are_files_of_every_kind() -> None:
     assert {text.splitlines()[0] for text in texts} == {"# loads", "# refused"}
     for model in ("llama3", "qwen3", "deepseek_v3", "gpt_oss"):
         assert any(f'name = "{model}"' in text for text in texts)
-    old = {s for s in sections() if "." not in s} - {"data", "island", "lighthouse", "transport"}
+    old = {s for s in sections() if "." not in s} - {"data", "island", "lighthouse", "transport", "syncer"}
     for section in old | {"fault_tolerance", "memory_estimation", "experimental"}:
         assert any(re.search(rf"^\[{section}[\].]", text, re.MULTILINE) for text in texts), section
 

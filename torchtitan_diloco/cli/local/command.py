@@ -24,16 +24,14 @@ class Launch:
     incarnation: str
     run_id: str
     config_file: Path
-    lighthouse: str
-    """Address of the Lighthouse, "" where the method needs none."""
+    meeting: tuple[str, ...]
+    """Arguments that say where the islands meet; none where the method needs that not."""
 
 
 def trainer_arguments(launch: Launch) -> list[str]:
     """What follows the trainer's name on its command line."""
-    arguments = ["--job.config_file", str(launch.config_file), "--island.id", str(launch.island)]
-    if launch.lighthouse:
-        arguments += ["--lighthouse.address", launch.lighthouse]
-    return arguments
+    own = ["--job.config_file", str(launch.config_file), "--island.id", str(launch.island)]
+    return [*own, *launch.meeting]
 
 
 def torchrun_command(launch: Launch) -> list[str]:

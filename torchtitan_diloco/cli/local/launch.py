@@ -9,13 +9,19 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from torchtitan_diloco.cli.lighthouse import require_torchft
 from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches
-from torchtitan_diloco.cli.local.command import INCARNATION, Launch, torchrun_command, trainer_environment
+from torchtitan_diloco.cli.local.command import (
+    INCARNATION,
+    RUN_ID,
+    Launch,
+    torchrun_command,
+    trainer_environment,
+)
 from torchtitan_diloco.cli.local.earlier import Decision, Plan, decide, require_same_data
 from torchtitan_diloco.cli.local.folder import CONFIG, DataIdentity, RunFolder, run_record
-from torchtitan_diloco.cli.local.lighthouse import LocalLighthouse, is_loopback, require_reachable
+from torchtitan_diloco.cli.local.meeting import meeting_place
 from torchtitan_diloco.cli.local.processes import Child, sweep
+from torchtitan_diloco.cli.local.server import LocalServer, is_loopback
 from torchtitan_diloco.cli.local.supervisor import DRAIN_LIMIT_S, Island, Phase, Supervisor
 from torchtitan_diloco.cli.local.table import View, make_console, print_closing, say
 from torchtitan_diloco.cli.stop import StopRequests, stop_requests
@@ -89,11 +95,9 @@ def launch(request: Request, edges: Edges) -> int:
     config, stop = request.config, edges.stop
     stop.check()
     require_free_port(config)
-    needs_lighthouse = config.semi_sync.method != "none"
-    if needs_lighthouse and config.lighthouse.address:
-        require_reachable(config.lighthouse.address)
-    elif needs_lighthouse:
-        require_torchft()
+    meeting = meeting_place(config)
+    if meeting is not None:
+        meeting.check()
     folder = RunFolder(Path(config.job.dump_folder) / config.job.name)
     try:
         decision = decide(folder, config, fresh=request.fresh)
@@ -140,17 +144,13 @@ def _settle(
 def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int:
     config, console = request.config, edges.console
     adopt_orphans()
-    lighthouse = None
-    address = config.lighthouse.address
-    if config.semi_sync.method == "none":
-        address = ""
-    elif not address:
-        lighthouse = LocalLighthouse(
-            folder,
-            join_timeout_s=join_timeout_s(config),
-            heartbeat_timeout_s=config.lighthouse.heartbeat_timeout_s,
-        )
-        address = lighthouse.address
+    server, address = None, ""
+    meeting = meeting_place(config)
+    if meeting is not None:
+        address = meeting.address
+        if not address:
+            server = LocalServer(folder, meeting.kind(folder), (RUN_ID, run_id))
+            address = server.address
 
     def start(island: Island) -> Child:
         incarnation = Launch(
@@ -159,7 +159,7 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             incarnation=island.incarnation,
             run_id=run_id,
             config_file=folder / CONFIG,
-            lighthouse=address,
+            meeting=(f"--{meeting.setting}", address) if meeting is not None else (),
         )
         environment = trainer_environment(
             incarnation,
@@ -175,11 +175,13 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
         )
 
     islands = [_island(config, i, ranks, folder / f"island-{i}") for i, ranks in request.ranks.items()]
-    header = f"run folder {folder} | Lighthouse {address or 'none'}"
+    header = (
+        f"run folder {folder} | {f'{meeting.name} {address}' if meeting is not None else 'no Lighthouse'}"
+    )
     with View(console, islands, header=header, steps=_last_steps(config, request.ranks)) as view:
 
         def each_tick() -> None:
-            if lighthouse is not None and (news := lighthouse.keep_alive()):
+            if server is not None and (news := server.keep_alive()):
                 view.tell(news)
             view.refresh()
 
@@ -196,8 +198,8 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             supervisor.run()
         finally:
             supervisor.kill()
-            if lighthouse is not None:
-                lighthouse.stop()
+            if server is not None:
+                server.stop()
     agreement = anchor_agreement({island.number: island.figures for island in islands})
     print_closing(console, islands, agreement, folder)
     for island in islands:
@@ -217,14 +219,6 @@ def _last_steps(config: RunConfig, ranks: Mapping[int, int]) -> dict[int, int]:
     if config.semi_sync.method == "none":
         return dict.fromkeys(ranks, steps)
     return {i: own_steps(steps, every, for_island(config, i).island.own_sync_every) for i in ranks}
-
-
-def join_timeout_s(config: RunConfig) -> float:
-    """How long a quorum waits for an island that beats and has not asked."""
-    if config.semi_sync.method != "sync":
-        return config.lighthouse.join_timeout_s
-    # It is in its inner step, in which the others would wait for it anyway; without it they would leave it behind.
-    return max(config.lighthouse.join_timeout_s, config.transport.exchange_timeout_s)
 
 
 def _exit_code(supervisor: Supervisor, *, equal: bool) -> int:

@@ -1,12 +1,14 @@
-"""The Lighthouse of a local run: our own as a child on a free port, or a given one that must answer."""
+"""What the islands of a local run meet at: a Lighthouse or a hub of our own, as a child on a free port."""
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torchtitan_diloco.cli.local.folder import CONFIG
 from torchtitan_diloco.cli.local.processes import Child
 from torchtitan_diloco.config.reach import host_and_port, why_unreachable
 from torchtitan_diloco.errors import UserError
@@ -15,26 +17,44 @@ from torchtitan_diloco.process import LAUNCHER_PID
 START_WAIT_S = 60.0
 REACH_WAIT_S = 3.0
 RESTART_DELAY_S = 1.0
-_MARK = "TORCHTITAN_DILOCO_LIGHTHOUSE"
+_MARK = "TORCHTITAN_DILOCO_SERVER"
 
 
-class LocalLighthouse:
-    """Our own Lighthouse, a child process; started again on the same port should it die."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A sort of server. command: its sub-command and options, but for address and port file. bind: the option for them.
+
+    setting: the key that gives islands its address.
+    """
+
+    name: str
+    command: Sequence[str]
+    bind: str
+    setting: str
+
+
+def lighthouse(*, join_timeout_s: float, heartbeat_timeout_s: float) -> Kind:
+    command = [
+        *("lighthouse", "--min-replicas", "1"),
+        *("--join-timeout-ms", str(round(join_timeout_s * 1000))),
+        *("--heartbeat-timeout-ms", str(round(heartbeat_timeout_s * 1000))),
+    ]
+    return Kind("Lighthouse", command, "--bind", "lighthouse.address")
+
+
+def hub(folder: Path) -> Kind:
+    """folder: of the run, which holds its configuration."""
+    return Kind("hub", ["syncer", str(folder / CONFIG)], "--syncer.bind", "transport.urls")
+
+
+class LocalServer:
+    """Our own, a child process; started again on the same port should it die."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        join_timeout_s: float,
-        heartbeat_timeout_s: float,
-        now: Callable[[], float] = time.monotonic,
+        self, folder: Path, kind: Kind, run_id: tuple[str, str], now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._folder = folder
-        self._options = [
-            *("--min-replicas", "1"),
-            *("--join-timeout-ms", str(round(join_timeout_s * 1000))),
-            *("--heartbeat-timeout-ms", str(round(heartbeat_timeout_s * 1000))),
-        ]
+        """run_id: the environment variable for the run's id, and the id."""
+        self._folder, self._kind, self._run_id = folder, kind, run_id
         self._now = now
         self._start_again_at: float | None = None
         self._port = 0
@@ -47,14 +67,15 @@ class LocalLighthouse:
 
     def keep_alive(self) -> str | None:
         """Start it again if it died; returns what happened, for people, or None."""
+        name = self._kind.name
         if self._start_again_at is not None:
             if self._now() >= self._start_again_at:
                 self._start_again_at = None
                 self._child = self._start()
-                return "Lighthouse started again"
+                return f"{name} started again"
         elif (code := self._child.poll()) is not None:
             self._start_again_at = self._now() + RESTART_DELAY_S
-            return f"Lighthouse ended with code {code}, see {self._child.log}; starting it again"
+            return f"{name} ended with code {code}, see {self._child.log}; starting it again"
         return None
 
     def stop(self) -> None:
@@ -62,26 +83,20 @@ class LocalLighthouse:
 
     @property
     def _port_file(self) -> Path:
-        return self._folder / f".lighthouse-port.{os.getpid()}"
+        return self._folder / f".{self._kind.name.lower()}-port.{os.getpid()}"
 
     def _start(self) -> Child:
         mark = (_MARK, str(self._folder))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHFT_")}
         environment |= {"PYTHONUNBUFFERED": "1", LAUNCHER_PID: str(os.getpid()), mark[0]: mark[1]}
+        environment[self._run_id[0]] = self._run_id[1]
         return Child(
             [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torchtitan_diloco",
-                    "lighthouse",
-                    "--bind",
-                    f"127.0.0.1:{self._port}",
-                ),
-                *(*self._options, "--port-file", str(self._port_file)),
+                *(sys.executable, "-m", "torchtitan_diloco", *self._kind.command),
+                *(self._kind.bind, f"127.0.0.1:{self._port}", "--port-file", str(self._port_file)),
             ],
             environment=environment,
-            log=self._folder / "lighthouse.log",
+            log=self._folder / f"{self._kind.name.lower()}.log",
             mark=mark,
         )
 
@@ -97,7 +112,7 @@ class LocalLighthouse:
                         else f"did not listen within {START_WAIT_S:.0f} s"
                     )
                     raise UserError(
-                        f"lighthouse.address is empty, so a Lighthouse was started here, but it {what}; "
+                        f"{self._kind.setting} is empty, so a {self._kind.name} was started here, but it {what}; "
                         f"last lines of {self._child.log}:\n{self._child.log_tail(6)}"
                     )
                 time.sleep(0.05)
@@ -106,19 +121,22 @@ class LocalLighthouse:
             self._port_file.unlink(missing_ok=True)
 
 
-def require_reachable(address: str, wait_s: float = REACH_WAIT_S) -> None:
-    """Raise UserError, naming lighthouse.address, unless something accepts connections at http://HOST:PORT."""
+def require_reachable(address: str, setting: str, command: str, wait_s: float = REACH_WAIT_S) -> None:
+    """Raise UserError, naming the setting, unless something accepts connections at http://HOST:PORT.
+
+    command: starts what should be there.
+    """
     place = host_and_port(address)
     if place is None:
         raise UserError(
-            f'lighthouse.address: {address!r} is not an address; give http://HOST:PORT, or "" for one of our own'
+            f"{setting}: {address!r} is not an address; give http://HOST:PORT, or nothing for one of our own"
         )
     if why := why_unreachable(address, wait_s):
         host, port = place
         raise UserError(
-            f"lighthouse.address: nothing answers at {address} ({why}); start "
-            f"`torchtitan-diloco lighthouse --bind {host}:{port}` there, correct the address, "
-            'or set it to "" and `run` starts one'
+            f"{setting}: nothing answers at {address} ({why}); start "
+            f"`torchtitan-diloco {command} {host}:{port}` there, correct the address, "
+            "or leave it out and `run` starts one"
         )
 
 

@@ -1,0 +1,75 @@
+"""`torchtitan-diloco syncer`: the hub of a run, on any machine that the islands can dial."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from torchtitan_diloco.cli.local.command import RUN_ID
+from torchtitan_diloco.cli.overrides import split_overrides
+from torchtitan_diloco.cli.port_file import write_port
+from torchtitan_diloco.config.load import load_config
+from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.errors import Resumable
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncerOptions:
+    """Serve the islands of a run until SIGTERM or SIGINT. It needs no GPU and no model, only the run's TOML.
+
+    Any setting of FILE can be overridden with --section.key value. It logs on stderr. Started again on the same folder it
+    goes on where it was; islands reconnect by themselves.
+    """
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """The run's TOML file."""
+
+    port_file: Path | None = None
+    """Write the port here once the hub listens."""
+
+
+def folder_of(config: RunConfig) -> Path:
+    """Of the hub's durable state."""
+    return Path(config.syncer.dir or Path(config.job.dump_folder) / config.job.name / "syncer")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The sub-command; returns the exit code. Raises UserError for wrong usage, Resumable when another hub took over."""
+    own, overrides = split_overrides(argv)
+    options = tyro.cli(SyncerOptions, args=own, prog="torchtitan-diloco syncer")
+    config = load_config(options.file, overrides).config
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    serve(config, options.port_file)
+    return 0
+
+
+def serve(config: RunConfig, port_file: Path | None) -> None:
+    from torchtitan_diloco.hub.hub import Rules
+    from torchtitan_diloco.hub.server import HubServer
+    from torchtitan_diloco.hub.store import Fenced
+
+    host, _, port = config.syncer.bind.rpartition(":")
+    rules = Rules(config.syncer.heartbeat_timeout_s, config.syncer.hang_timeout_s, config.syncer.wait_s)
+    server = HubServer(
+        host.strip("[]"),
+        int(port),
+        os.environ.get(RUN_ID, config.job.name),
+        rules,
+        folder_of(config),
+        config.syncer.save_every,
+    )
+    logging.info("the hub of run %s listens on %s", config.job.name, server.url)
+    if port_file is not None:
+        write_port(port_file, server.port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    try:
+        server.run()
+    except Fenced as fenced:
+        raise Resumable(str(fenced)) from None
