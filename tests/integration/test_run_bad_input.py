@@ -92,7 +92,8 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str, str]] = {
         "command line: semi_sync.method: ", 'got "dilco"; did you mean "diloco"?',
     ),
     "unknown transport": (
-        lambda c: None, ("--transport.kind", "pigeon"), "command line: transport.kind: ", 'must be "gloo", "memory", "hub" or',
+        lambda c: None, ("--transport.kind", "pigeon"), "command line: transport.kind: ",
+        'must be "gloo", "memory", "hub" or',
     ),
     "one port for two islands": (
         lambda c: None, ("--island.port", "23456"), "island.port: ", "the 2 islands",
