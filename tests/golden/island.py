@@ -115,7 +115,7 @@ class Case:
             run,
             islands,
             slots,
-            self.least,
+            least=self.least,
         )
 
 
@@ -182,6 +182,7 @@ class Island:
         islands: int,
         run_id: str = "golden",
         shard: Callable[[nn.Module], None] = lambda model: None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan, self.folder = plan, folder / f"island-{number}"
         self.model = make_model(100 + number, plan.width).to(getattr(torch, plan.dtype))
@@ -206,6 +207,7 @@ class Island:
             drain=DrainFlag(),
             make_transport=make_transport,
             dump_sends=self.folder / "sends",
+            settings=dict(settings or {}),
         )
         method = make_method(setup)
         assert isinstance(method, DiLoCo)

@@ -53,7 +53,7 @@ class Outer:
     """Outer optimizer, merge weights and wire of a run. Local SGD is lr 1 without momentum.
 
     run: its id, for the noise. islands: how many have founded it. slots: of the whole run, for the schedule, which ends at
-    ``least`` times the lr.
+    ``least`` times the lr. hub: it merges and encodes the result.
     """
 
     lr: float = 1.0
@@ -69,6 +69,7 @@ class Outer:
     run: str = ""
     islands: int = 1
     slots: int = 0
+    hub: bool = False
     least: float = 0.25
 
 
@@ -221,7 +222,7 @@ def replay(
             part = sent * number(weight)
             delta = part if delta is None else delta + part
         assert delta is not None
-        where = Slot(outer.run, slot, f, outer.fragments, outer.islands, sorted(sends))
+        where = Slot(outer.run, slot, f, outer.fragments, outer.islands, sorted(sends), outer.hub)
         if where.has_owners:
             delta, after = encoded_again(outer.wire, delta, where, owned[f], outer.feedback)
             owned[f] = {part: held for part, held in after.items() if (held[0], slot) not in healed}

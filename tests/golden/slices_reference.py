@@ -19,7 +19,10 @@ Owned = Mapping[tuple[int, int], tuple[int, np.ndarray]]
 
 @dataclass(frozen=True)
 class Slot:
-    """What decides on owners and noise. founders: how many islands have founded the run. members: of the slot."""
+    """What decides on owners and noise. founders: how many islands have founded the run. members: of the slot.
+
+    hub: the hub owns all slices, of however few islands.
+    """
 
     run: str
     number: int
@@ -27,10 +30,17 @@ class Slot:
     fragments: int
     founders: int
     members: Sequence[int]
+    hub: bool = False
 
     @property
     def has_owners(self) -> bool:
-        return self.founders > FEW and len(self.members) > FEW
+        return self.hub or (self.founders > FEW and len(self.members) > FEW)
+
+    def owners(self) -> list[int]:
+        """By slice."""
+        if self.hub:
+            return [-1] * (self.founders if self.founders > FEW else 1)
+        return owners_of(self.members, self.founders)
 
 
 def unit_of(wire: Wire) -> int:
@@ -67,8 +77,9 @@ def encoded_again(
     if wire.name == "fp32":
         return merged, {}
     result, after = np.empty_like(merged), {}
-    ranges = cut(merged.size, unit_of(wire), slot.founders)
-    for (start, stop), owner in zip(ranges, owners_of(slot.members, slot.founders), strict=True):
+    owners = slot.owners()
+    ranges = cut(merged.size, unit_of(wire), len(owners))
+    for (start, stop), owner in zip(ranges, owners, strict=True):
         total = merged.copy()
         before = owned.get((start, stop))
         if before is not None and before[0] == owner:

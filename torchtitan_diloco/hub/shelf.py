@@ -1,5 +1,7 @@
 """States on their way: to islands that join or heal, and from an island whose history is the run's."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +25,8 @@ class Shelf:
         self._read: dict[str, float] = {}  # when it was last asked for
 
     def put(self, state: OuterState) -> str:
-        """Returns the key by which its tensors can be had for a while."""
-        key = f"{state.slot}-{state.tokens_total}"
+        """Returns the key by which its tensors can be had for a while; it names this very state, on any start of the hub."""
+        key = hashlib.sha256(json.dumps(state.describe()).encode()).hexdigest()[:16]
         self._states.setdefault(key, state.copy())
         self._read[key] = self._now()
         while len(self._states) > SHELVED:

@@ -244,7 +244,8 @@ def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
 
 def longer(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Whether, of two descriptions of one run, the first has the longer history in some fragment."""
-    return any(_rank(m) > _rank(t) for m, t in zip(mine["fragments"], theirs["fragments"], strict=True))
+    pairs = zip(mine["fragments"], theirs["fragments"], strict=True)
+    return any(_rank(m)[:2] > _rank(t)[:2] for m, t in pairs)
 
 
 def _rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
