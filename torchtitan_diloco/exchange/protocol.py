@@ -121,12 +121,7 @@ class SlotProtocol:
         for offer in list(self.offers.values()):
             if offer.phase in (Phase.CONFIRM, Phase.RESOLVE):
                 continue
-            if offer.epoch is not None:
-                attempt = (offer.slot, offer.epoch.id)
-                self.void.add(attempt)
-                if offer.phase is Phase.BULK:
-                    effects.append(Abandon(attempt))
-                    effects += self._tell(offer, Confirm(attempt[1], attempt[0], None, "island withdrew"))
+            effects += self._leave(offer, "island withdrew")
             effects += self._finish(Outcome(offer.slot, "withdrawn", reason="asked to stop"))
         return effects
 
@@ -231,11 +226,12 @@ class SlotProtocol:
 
     def _on_answer(self, sender: Member, message: Answer) -> list[Effect]:
         offer = self.offers.get(message.slot)
-        if offer is None:
-            return []
+        if offer is None or self.epoch is None or sender not in self.epoch.members:
+            return []  # what a member knew that is gone is gone with it
         if message.status == "behind":
             reason = f"committed without us by island {sender.island}"
-            return self._finish(Outcome(offer.slot, "behind", reason=reason))
+            left = self._leave(offer, "island is behind") if offer.phase is Phase.BULK else []
+            return [*left, *self._finish(Outcome(offer.slot, "behind", reason=reason))]
         if message.status == "failed":
             if offer.phase is Phase.HEADERS:
                 return self._fail(offer, f"given up by island {sender.island}")
@@ -393,6 +389,16 @@ class SlotProtocol:
         if offer.tries >= MAX_TRIES:
             return [*gone, *self._fail(offer, f"{reason} ({offer.tries} tries)")]
         return [*gone, *self._announce(offer)]
+
+    def _leave(self, offer: Offer, why: str) -> list[Effect]:
+        """Never to confirm the present attempt, and the others need not wait for it."""
+        if offer.epoch is None:
+            return []
+        attempt = (offer.slot, offer.epoch.id)
+        self.void.add(attempt)
+        if offer.phase is not Phase.BULK:
+            return []
+        return [Abandon(attempt), *self._tell(offer, Confirm(attempt[1], attempt[0], None, why))]
 
     def _restart(self, offer: Offer) -> list[Effect]:
         """Leave an unconfirmed attempt for the new epoch."""

@@ -95,6 +95,23 @@ BEHIND_AND_SENDING = Schedule(
 """The smallest found in which an island offers later slots although it is behind in one, which it has to offer again."""
 
 
+ANSWER_OF_THE_DEAD = Schedule(
+    3,
+    3,
+    fragments=4,
+    overlap=3,
+    faults={
+        28: Fault("receiver crashes before", 7.362509043676542),
+        47: Fault("sender crashes after", 7.777330347088175),
+        64: Fault("delay", 4.170798416496121),
+        77: Fault("receiver crashes before", 5.578509095196658),
+    },
+    seed=46266,
+    more=2,
+)
+"""The smallest found in which an island is told that it is behind by one that is gone, with what that had committed."""
+
+
 def drawn(seed: int) -> Schedule:
     """2 or 3 islands, 1 to 4 fragments, 0 to 3 slots of overlap, 1 to 5 faults in the first six slots or so."""
     rng = random.Random(seed)

@@ -5,6 +5,7 @@ import torch
 
 from tests.exhaustive.exchange.account import Account, Work
 from tests.exhaustive.exchange.fault_schedules import (
+    ANSWER_OF_THE_DEAD,
     BEHIND_AND_SENDING,
     Fault,
     Schedule,
@@ -56,6 +57,10 @@ def test_a_planted_fault_is_seen(planted, monkeypatch):
     plant(planted, monkeypatch)
     error = error_of(schedule)
     assert isinstance(error, AssertionError) and what in str(error)
+
+
+def test_nobody_waits_for_an_island_that_was_told_by_a_dead_one_that_it_is_behind():
+    ANSWER_OF_THE_DEAD.run()
 
 
 def test_a_failing_schedule_gets_as_small_as_it_can_be_and_is_told_in_words(monkeypatch):

@@ -1,11 +1,11 @@
-"""Islands hear of a new membership epoch one after the other; until then they meet in different ones."""
+"""Islands hear of a new membership epoch one after the other; what they say meanwhile is late, or of members that are gone."""
 
 import torch
 
 from tests.exhaustive.exchange.simulation import founded, fragments_of
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
-from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Renew, Send
-from torchtitan_diloco.exchange.messages import Announce, Epoch
+from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Finished, Renew, Send
+from torchtitan_diloco.exchange.messages import Announce, Answer, Confirm, Epoch
 from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.semi_sync.wire import Wire
@@ -50,3 +50,18 @@ def test_an_epoch_that_never_comes_is_asked_for_anew() -> None:
     assert [protocol.tick() for _ in range(3)] == [[], [Renew()], [Renew()]]
     assert [type(effect) for effect in protocol.enter(Epoch("third", MEMBERS))] == [Send]
     assert Renew() not in protocol.tick()
+
+
+def test_what_a_member_that_is_gone_has_known_counts_for_nothing() -> None:
+    """Its late answer once took an island out of an attempt in which the others waited for it, for ever."""
+    protocol = in_its_bulk()
+    assert protocol.receive(Member(1, "before"), Answer("older", 0, "behind")) == []
+    assert protocol.receive(Member(1, "before"), Answer("older", 0, "failed")) == []
+
+
+def test_an_island_that_is_behind_says_so_to_those_in_the_bulk_with_it() -> None:
+    protocol = in_its_bulk()
+    abandon, told, finished = protocol.receive(MEMBERS[1], Answer("older", 0, "behind"))
+    assert abandon == Abandon((0, "first"))
+    assert told == Send(MEMBERS[1], Confirm("first", 0, None, "island is behind"))
+    assert isinstance(finished, Finished) and finished.outcome.status == "behind"
