@@ -1,4 +1,4 @@
-"""Islands hear of a new membership epoch one after the other; what they say meanwhile is late, or of members that are gone."""
+"""Islands hear of a new membership epoch one after the other; what is late, or of members that are gone, counts for nothing."""
 
 import torch
 
