@@ -191,6 +191,7 @@ class HubTransport(Transport):
         deadline = time.monotonic() + self._patience_s
         taken = self._insist(lambda: self._take(state, whole=False), deadline)
         self.publish(state)
+        self._insist(lambda: self._ask("POST", "/admit", {"slot": state.slot}), deadline)
         self._note(None)
         return taken
 

@@ -94,11 +94,12 @@ class Hub:
         if longer(hello.state, self.state.describe()) and not self.seats.members and not self.open:
             # Nobody trains by the hub's state yet, which is that of an earlier day than this island's.
             return self._adopt(seat)
-        return self._offer_state()
+        return self._offer_state(seat)
 
     def admit(self, member: Member, slot: int) -> dict[str, Any]:
         """The island holds a state whose next slot is ``slot`` and takes part from now on. Raises Refusal."""
         seat = self.seats[member]
+        self.shelf.done(member)
         seat.slot = slot
         if seat.phase is not Phase.MEMBER:
             seat.phase = Phase.MEMBER
@@ -162,7 +163,7 @@ class Hub:
             self.records = {s: r for s, r in self.records.items() if s < self.state.slot}
         else:
             return {"status": "wait", "why": f"islands {sorted(self._awaited)}, which may hold later state"}
-        return self._offer_state()
+        return self._offer_state(seat)
 
     def _adopt(self, seat: Seat) -> dict[str, Any]:
         """Make the island's state, where its history is the longer one, the hub's; it has to bring the tensors."""
@@ -177,22 +178,22 @@ class Hub:
         self.state = state
         self._awaited.clear()
         self.store.save(self.terms, state.copy(), list(self.records.values()))
-        return self._offer_state()
+        return self._offer_state(seat)
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
         self.seats[member].heard = self.now()
         return self._arrivals.of(member, name)
 
-    def _offer_state(self) -> dict[str, Any]:
-        return {"status": "take"} | self.shelve()
+    def _offer_state(self, seat: Seat) -> dict[str, Any]:
+        return {"status": "take"} | self.shelve(seat.member)
 
-    def shelve(self) -> dict[str, Any]:
+    def shelve(self, reader: Member) -> dict[str, Any]:
         """The present state, described; its tensors can be had from ``shelf`` by its key. Raises Refusal."""
         if self.state is None:
             raise Refusal("gone", "the run has no state yet")
         return {
-            "key": self.shelf.put(self.state),
+            "key": self.shelf.put(self.state, reader),
             "state": self.state.describe(),
             "tensors": sorted(self.state.tensors()),
             "step": self.step,
@@ -361,7 +362,8 @@ class Hub:
         payloads = {m.island: upload.data for m, upload in slot.uploads.items()}
         headers = slot.by_island()
         contributions = [
-            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i]) for i in slot.roll.contributors
+            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i], spare=True)
+            for i in slot.roll.contributors
         ]
         slot.uploads = {}
         step = self.state.outer_step(slot.fragment, slot.slot)

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torchtitan_diloco.hub.hub import Hello, Hub
@@ -34,6 +34,7 @@ EPOCH, CHECKSUM = "x-diloco-epoch", "x-diloco-xxh3"
 STATUS: dict[Kind, int] = {"malformed": 400, "stranger": 401, "refused": 409, "gone": 410}
 MESSAGE_LIMIT = 4 << 20  # bytes; a header names every stream that the island has read
 CHUNK_LIMIT = 16 << 20  # bytes of bulk in one request
+PIECE = 256 << 10  # bytes that are handed to a connection at once
 LONGEST_POLL_S = 20.0  # proxies cut connections that are silent for longer
 TICK_S = 0.25
 
@@ -108,15 +109,19 @@ class Service:
         except (KeyError, ValueError):
             raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks") from None
 
-    async def _body(self, request: Request, limit: int) -> bytes:
-        """All of it, or nothing: a body that was cut off is none. Raises Refusal."""
+    def _length(self, request: Request, limit: int) -> int:
+        """Of the body, which is not read yet. Raises Refusal."""
         length = request.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > limit:
+        if not length.isascii() or not length.isdigit() or int(length) > limit:
             raise Refusal(
                 "malformed", f"a body of this request says its length, which is at most {limit} bytes"
             )
-        body = await request.body()
-        if len(body) != int(length):
+        return int(length)
+
+    async def _body(self, request: Request, limit: int) -> bytes:
+        """All of it, or nothing: a body that was cut off is none. Raises Refusal."""
+        length, body = self._length(request, limit), await request.body()
+        if len(body) != length:
             raise Refusal("malformed", f"the body ends after {len(body)} of {length} bytes")
         return body
 
@@ -185,8 +190,7 @@ class Service:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     async def _state(self, request: Request) -> Response:
-        self._member(request)
-        return JSONResponse(self.hub.shelve())
+        return JSONResponse(self.hub.shelve(self._member(request)))
 
     async def _tensor(self, request: Request) -> Response:
         self._member(request)
@@ -199,14 +203,21 @@ class Service:
         )
 
     async def _take(self, request: Request, where: Callable[[], Upload]) -> Response:
-        """A chunk of bulk. Nothing of it is kept unless all of it is here and right."""
-        offset = query(request, "offset")
-        where()  # refused before the body is read
-        chunk = await self._body(request, CHUNK_LIMIT)
-        if xxhash.xxh3_64_hexdigest(chunk) != request.headers.get(CHECKSUM):
-            raise Refusal("malformed", f"the chunk at {offset} does not match its checksum")
+        """A chunk of bulk. It goes where it belongs piece by piece, and counts once all of it is here and right."""
+        offset, size = query(request, "offset"), self._length(request, CHUNK_LIMIT)
+        at = offset
         try:
-            where().write(offset, chunk)  # asked again: it may have been settled while the body came
+            where().check(offset, size)
+            async for piece in request.stream():
+                # Asked again with every piece: the same chunk may have come another way, and be in use.
+                where().put(at, piece, offset + size)
+                at += len(piece)
+            if at != offset + size:
+                raise Refusal("malformed", f"the chunk ends after {at - offset} of {size} bytes")
+            # Of what lies there: a damaged copy of this chunk may have come over another connection meanwhile.
+            if where().checksum(offset, at) != request.headers.get(CHECKSUM):
+                raise Refusal("malformed", f"the chunk at {offset} does not match its checksum")
+            where().add(offset, at)
         except ValueError as error:
             raise Refusal("malformed", str(error)) from None
         return JSONResponse({})
@@ -262,10 +273,15 @@ def chunk_of(request: Request, data: torch.Tensor) -> Response:
     offset, size = query(request, "offset"), query(request, "size")
     if not 0 < size <= CHUNK_LIMIT or offset + size > data.numel():
         raise Refusal("malformed", f"{size} bytes from {offset} of {data.numel()} are none, or too many")
-    chunk = data.numpy().data[offset : offset + size].tobytes()
-    return Response(
-        chunk, media_type="application/octet-stream", headers={CHECKSUM: xxhash.xxh3_64_hexdigest(chunk)}
-    )
+    chunk = data.numpy().data[offset : offset + size]
+    headers = {CHECKSUM: xxhash.xxh3_64_hexdigest(chunk), "content-length": str(size)}
+    return StreamingResponse(in_pieces(chunk), media_type="application/octet-stream", headers=headers)
+
+
+async def in_pieces(chunk: memoryview) -> AsyncIterator[memoryview]:
+    """So that no more of it is copied at a time than the connection takes."""
+    for start in range(0, len(chunk), PIECE):
+        yield chunk[start : start + PIECE]
 
 
 def query(request: Request, name: str) -> int:

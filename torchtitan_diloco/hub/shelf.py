@@ -23,15 +23,22 @@ class Shelf:
         self._now = now
         self._states: dict[str, OuterState] = {}
         self._read: dict[str, float] = {}  # when it was last asked for
+        self._readers: dict[Member, str] = {}
 
-    def put(self, state: OuterState) -> str:
+    def put(self, state: OuterState, reader: Member) -> str:
         """Returns the key by which its tensors can be had for a while; it names this very state, on any start of the hub."""
         key = hashlib.sha256(json.dumps(state.describe()).encode()).hexdigest()[:16]
         self._states.setdefault(key, state.copy())
         self._read[key] = self._now()
+        self._readers[reader] = key
         while len(self._states) > SHELVED:
             del self._states[next(iter(self._states))]
         return key
+
+    def done(self, reader: Member) -> None:
+        """It has what it wanted."""
+        self._readers.pop(reader, None)
+        self.tidy()
 
     def tensor(self, key: str, name: str) -> torch.Tensor:
         """Raises Refusal."""
@@ -44,7 +51,9 @@ class Shelf:
 
     def tidy(self) -> None:
         """Let go of what nobody reads: it keeps the memory of versions that are past."""
-        self._read = {key: at for key, at in self._read.items() if self._now() - at < UNREAD_S}
+        unread = {key for key, at in self._read.items() if self._now() - at > UNREAD_S}
+        self._readers = {reader: key for reader, key in self._readers.items() if key not in unread}
+        self._read = {key: at for key, at in self._read.items() if key in self._readers.values()}
         self._states = {key: state for key, state in self._states.items() if key in self._read}
 
 

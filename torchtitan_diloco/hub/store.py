@@ -101,7 +101,8 @@ class FileStore(Store):
                 f"the hub's folder {folder} cannot be written: {error.strerror}; give syncer.dir another"
             ) from None
         self._versions = -1  # committed versions in the last save that was asked for
-        self._pending: tuple[Terms, OuterState, list[Record]] | None = None
+        self._pending: dict[str, Any] | None = None  # the next manifest
+        self._unwritten: dict[str, tuple[str, torch.Tensor]] = {}  # file -> tensor's name, and tensor
         self._news = threading.Condition()
         self._closed = False
         self._fault: BaseException | None = None
@@ -148,6 +149,9 @@ class FileStore(Store):
                 "without it: islands bring the run's state with them"
             ) from error
         self._known = {entry["file"]: entry for entry in data["files"].values()}
+        for path in self._parts.iterdir():
+            if path.name not in self._known:
+                path.unlink()
         self._versions = sum(held.version for held in state.states)
         awaited: dict[int, str] = {}
         for line in lines:
@@ -192,13 +196,25 @@ class FileStore(Store):
         if 0 <= versions - self._versions < self._every and self._versions >= 0:
             return
         self._versions = versions
-        self._put((terms, state, list(records)))
-
-    def _put(self, what: tuple[Terms, OuterState, list[Record]]) -> None:
+        files = {}
         with self._news:
             if self._fault is not None:
                 raise self._fault
-            self._pending = what
+            for name, tensor in state.tensors().items():
+                held = state.states[int(name.rpartition(".")[2])]
+                files[name] = f"{name}-v{held.version}-{held.digest[:16]}.safetensors"
+                if files[name] not in self._known:
+                    self._unwritten[files[name]] = name, tensor
+            self._pending = {
+                "format": FORMAT,
+                "epoch": self.epoch,
+                "terms": terms.to_json(),
+                "state": state.describe(),
+                "files": files,
+                "records": [record.to_json() for record in records],
+            }
+            # What a later version has replaced need not be written, or held, any more.
+            self._unwritten = {f: what for f, what in self._unwritten.items() if f in files.values()}
             self._news.notify_all()
 
     def _run(self) -> None:
@@ -207,49 +223,48 @@ class FileStore(Store):
                 self._news.wait_for(lambda: self._pending is not None or self._closed)
                 if self._pending is None:
                     return
-                what, self._pending = self._pending, None
+                manifest, self._pending = self._pending, None
+                unwritten = dict(self._unwritten)
             try:
-                self._write(*what)
+                while unwritten:
+                    file, (name, tensor) = unwritten.popitem()
+                    self._write(file, name, tensor)
+                    del tensor
+                self._publish(manifest)
             except OSError as error:
                 # The state before it is still whole, and the journal says what is missing.
-                logger.error("the state of slot %d could not be saved: %s", what[1].slot, error)
+                logger.error("the state of slot %d could not be saved: %s", manifest["state"]["slot"], error)
             except BaseException as error:  # noqa: BLE001 - raised at the next save
                 self._fault = error
                 return
 
-    def _write(self, terms: Terms, state: OuterState, records: list[Record]) -> None:
-        files = {}
-        for name, tensor in state.tensors().items():
-            held = state.states[int(name.rpartition(".")[2])]
-            file = f"{name}-v{held.version}-{held.digest[:16]}.safetensors"
-            entry = self._known.get(file)
-            if entry is None:
-                temporary = self._parts / f".{file}"
-                with open(temporary, "wb") as out:
-                    for piece in stream.write(name, tensor):
-                        out.write(piece)
-                    out.flush()
-                    os.fsync(out.fileno())
-                temporary.replace(self._parts / file)
-                entry = {"file": file, "bytes": stream.length(name, tensor), "xxh3_128": _checksum(tensor)}
-                self._known[file] = entry
-            files[name] = entry
+    def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
+        temporary = self._parts / f".{file}"
+        with open(temporary, "wb") as out:
+            for piece in stream.write(name, tensor):
+                out.write(piece)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(self._parts / file)
+        entry = {"file": file, "bytes": stream.length(name, tensor), "xxh3_128": _checksum(tensor)}
+        with self._news:
+            self._known[file] = entry
+            self._unwritten.pop(file, None)
+
+    def _publish(self, manifest: dict[str, Any]) -> None:
+        """Name the files that are there; then those of earlier versions may go."""
+        manifest["files"] = {name: self._known[file] for name, file in manifest["files"].items()}
         _sync_folder(self._parts)
-        manifest = {
-            "format": FORMAT,
-            "epoch": self.epoch,
-            "terms": terms.to_json(),
-            "state": state.describe(),
-            "files": files,
-            "records": [record.to_json() for record in records],
-        }
         self._check_epoch()
         replace(self._folder / "state.json", json.dumps(manifest).encode())
-        kept = {entry["file"] for entry in files.values()}
-        for path in self._parts.iterdir():
-            if path.name not in kept:
-                path.unlink()
-        self._known = {file: entry for file, entry in self._known.items() if file in kept}
+        kept = {entry["file"] for entry in manifest["files"].values()}
+        with self._news:
+            gone = (
+                self._known.keys() - kept - ({*self._pending["files"].values()} if self._pending else set())
+            )
+            self._known = {file: entry for file, entry in self._known.items() if file not in gone}
+        for file in gone:
+            (self._parts / file).unlink(missing_ok=True)
 
     def close(self) -> None:
         with self._news:

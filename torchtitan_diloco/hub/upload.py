@@ -1,6 +1,7 @@
 """Bytes that arrive in chunks: in any order, some of them twice, over several connections."""
 
 import torch
+import xxhash
 
 from torchtitan_diloco.outer import buffers
 
@@ -13,15 +14,31 @@ class Upload:
         self.data = buffers.empty(nbytes, torch.uint8)
         self._here: list[tuple[int, int]] = []  # ranges that have arrived: sorted, apart from one another
 
-    def write(self, offset: int, chunk: bytes | memoryview) -> None:
-        """A chunk that was checked. Raises ValueError when it lies outside."""
-        stop = offset + len(chunk)
-        if not 0 <= offset <= stop <= self.nbytes:
-            raise ValueError(f"bytes {offset} to {stop} lie outside of {self.nbytes}")
-        self.data.numpy().data[offset:stop] = chunk
-        self._add(offset, stop)
+    def check(self, offset: int, size: int) -> None:
+        """Raises ValueError when so many bytes from there lie outside."""
+        if not 0 <= offset < offset + size <= self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + size} lie outside of {self.nbytes}")
 
-    def _add(self, start: int, stop: int) -> None:
+    def put(self, offset: int, piece: bytes | memoryview, limit: int) -> None:
+        """A piece of a chunk that ends at ``limit``; it counts from ``add`` on. What counts already stays as it is.
+
+        Raises ValueError when it lies outside.
+        """
+        stop = offset + len(piece)
+        if not 0 <= offset <= stop <= min(limit, self.nbytes):
+            raise ValueError(f"bytes {offset} to {stop} lie outside of {min(limit, self.nbytes)}")
+        target = self.data.numpy().data
+        for start, end in self.missing():
+            low, high = max(offset, start), min(stop, end)
+            if low < high:
+                target[low:high] = piece[low - offset : high - offset]
+
+    def checksum(self, start: int, stop: int) -> str:
+        """XXH3-64 (hex) of what lies there now."""
+        return xxhash.xxh3_64_hexdigest(self.data.numpy().data[start:stop])
+
+    def add(self, start: int, stop: int) -> None:
+        """These bytes are here, and right."""
         apart = [(a, b) for a, b in self._here if b < start or a > stop]
         touching = [(a, b) for a, b in self._here if b >= start and a <= stop]
         merged = (min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)]))

@@ -1,4 +1,4 @@
-"""Islands hear of a new membership epoch one after the other; what is late, or of members that are gone, counts for nothing."""
+"""Islands hear of a new epoch one after the other; what is late, or of members that are gone, counts for nothing."""
 
 import torch
 
