@@ -45,7 +45,7 @@ class IslandConfig:
     name: str = ""
     """Name for display; "" = none."""
     advertise: str = ""
-    """Address that peers dial; "" = the local address that routes to the Lighthouse."""
+    """Address or network interface by which peers reach this island; "" = the one that routes to the Lighthouse."""
     port: int = 0
     """Port for peers; 0 = a free one."""
     own_sync_every: int | None = None

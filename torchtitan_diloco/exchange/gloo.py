@@ -2,18 +2,17 @@
 
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from urllib.parse import urlsplit
 
 import torch
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.address import advertised
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
 from torchtitan_diloco.exchange.bulk import GlooBulk
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, ControlServer, Outbox
@@ -34,24 +33,6 @@ LINGER_S = 60.0  # how long a finished island stays for one that was lost and ma
 REACH_S = 10.0  # how long the Lighthouse may take to answer at the start
 
 
-def route_to(address: str) -> str:
-    """The local address from which ``address`` (a URL) is reached; no packet is sent."""
-    parts = urlsplit(address if "//" in address else f"http://{address}")
-    if not parts.hostname or not parts.port:
-        raise UserError(f"lighthouse.address = {address}: write it as http://HOST:PORT")
-    try:
-        family, kind, proto, _, where = socket.getaddrinfo(
-            parts.hostname, parts.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UserError(
-            f"lighthouse.address = {address}: {parts.hostname} cannot be reached ({error})"
-        ) from error
-
-
 @register_transport("gloo")
 class GlooTransport(Transport):
     """One gateway's side. All protocol work happens in one thread; the training thread only posts and polls."""
@@ -66,7 +47,7 @@ class GlooTransport(Transport):
             )
         self._lighthouse = lighthouse
         self._port = island.port
-        self._host = island.advertise or route_to(lighthouse.address)
+        self._host = advertised(island.advertise, lighthouse.address)
         self._merge = merge
         self._traffic = Traffic()
         self._bulk = GlooBulk(

@@ -19,8 +19,8 @@ def open_lockstep(
             'semi_sync.method = "sync" needs torchft, which has no wheel for this machine\'s architecture; build it from '
             "source or choose another method"
         ) from error
+    from torchtitan_diloco.exchange.address import advertised, route_to
     from torchtitan_diloco.exchange.bulk import serve_store
-    from torchtitan_diloco.exchange.gloo import route_to
     from torchtitan_diloco.listening import bind
 
     def own_address(host: str) -> str:
@@ -53,7 +53,7 @@ def open_lockstep(
                     "lighthouse.address is empty: start one with `torchtitan-diloco lighthouse` and give its address "
                     "(http://HOST:PORT)"
                 )
-            host = island.advertise or route_to(lighthouse.address)
+            host = advertised(island.advertise, lighthouse.address)
             held, store = serve_store(host, island.port, timedelta(seconds=transport.exchange_timeout_s))
             mine = link(store, host, held)
             where = store, host

@@ -44,12 +44,13 @@ class Gateway:
         merge: Merge | None = None,
         max_rate: float = 0.0,
         streams: int = 1,
+        advertise: str = "",
     ) -> None:
         self.merged = torch.empty(0)  # of the last slot
         self.island, self.run_id, self.lighthouse = island, run_id, lighthouse
         self.state = OuterState.found(FRAGMENTS, OuterSGD(0.7, 0.9, True), [torch.full((SIZE,), value)])
         self.transport = GlooTransport(
-            IslandConfig(id=island),
+            IslandConfig(id=island, advertise=advertise),
             lighthouse,
             TransportConfig(exchange_timeout_s=10.0, max_rate=max_rate, streams=streams),
             merge or merge_with("tokens"),
@@ -145,6 +146,21 @@ def test_islands_with_equal_weights_found_without_a_heal_and_commit_the_same_bit
         assert outcomes[0].bytes_sent == outcomes[0].bytes_received == 2 * 4 * SIZE
     assert len({g.state.states[0].digest for g in gateways}) == len({g.state.lineage for g in gateways}) == 1
     leave(*gateways)
+
+
+def test_fr_09_whatever_the_host_is_called_peers_are_given_the_advertised_address(
+    lighthouse: LighthouseConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    a, b = Gateway(lighthouse, 0), Gateway(lighthouse, 1, advertise="127.0.0.2")
+    together(partial(a.join, 2), partial(b.join, 2))
+    for gateway in (a, b):
+        gateway.offer(1.0)
+    assert [gateway.settle().status for gateway in (a, b)] == ["committed"] * 2
+    assert a.transport._members is not None
+    (seen,) = [peer for peer in a.transport._members.peers if peer.island == 1]
+    assert seen.url.startswith("http://127.0.0.2:") and seen.store.startswith("127.0.0.2:")
+    leave(a, b)
 
 
 def test_islands_with_different_weights_found_from_the_lowest_id(lighthouse: LighthouseConfig) -> None:
