@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.slot import Record
 from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.outer import buffers
+from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
 
@@ -300,19 +301,8 @@ class HubTransport(Transport):
         advance = offer.outer_step(self._merge.decode(offer.header.fragment, payload))
         if f"{advance.digest} {advance.merged}" != record.digest:
             return Outcome(slot, "behind", reason="our bits differ from the hub's")
-        return Outcome(
-            slot,
-            "committed",
-            advance=advance,
-            participants=record.participants,
-            weights=record.weights,
-            tokens=record.tokens,
-            positions=record.positions,
-            skipped=record.skipped,
-            members=record.members,
-            contested=record.contested,
-            present=record.present,
-        )
+        common = {f.name: getattr(record, f.name) for f in fields(Settlement)}
+        return Outcome(**common, advance=advance)
 
     def _finish(self, offer: Offer, outcome: Outcome) -> None:
         sent, received = self._traffic.close(outcome.slot)

@@ -1,9 +1,10 @@
 """What islands say to one another on the control path, as plain values with a JSON form."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import Advance
 
@@ -94,33 +95,15 @@ def from_json(data: Mapping[str, Any]) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Settlement):
     """How a slot ended for this island.
 
     committed: ``advance`` is in force. failed: nothing changed, try at the next slot. behind: others
     hold a history this island lacks; heal before going on. withdrawn: given up on this island's own wish.
-    positions, skipped: by island, how far streams are settled, and up to where their samples are passed over.
-    members: everybody who takes the result, with the shards they hold. contested: see ``policy.Roll``.
-    present: the islands that were there when it ended.
     """
 
-    slot: int
     status: Literal["committed", "failed", "behind", "withdrawn"]
     advance: Advance | None = None
-    participants: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    tokens: int = 0
-    positions: dict[int, dict[str, int]] = field(default_factory=dict)
-    skipped: dict[int, dict[str, int]] = field(default_factory=dict)
-    members: dict[int, dict[str, str]] = field(default_factory=dict)
-    contested: tuple[int, ...] = ()
-    present: tuple[int, ...] = ()
-    reason: str = ""
     exchange_s: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
-
-    @property
-    def advanced(self) -> dict[str, int]:
-        """How far the streams are that a committed slot settles, whether their samples count or are passed over."""
-        return {name: end for positions in self.positions.values() for name, end in positions.items()}

@@ -349,7 +349,7 @@ class Hub:
             reason = "no island has made a step since it last applied the fragment"
         else:
             reason = "no delta is finite" if current else "no island holds the run's anchor"
-        self._settle(slot, Record(slot.slot, "failed", tuple(sorted(current)), reason=reason))
+        self._settle(slot, Record(slot.slot, "failed", takers=tuple(sorted(current)), reason=reason))
 
     def take_job(self) -> Job | None:
         """The next merge, if its payloads are here. The caller runs it and gives it to ``done``."""
@@ -378,12 +378,12 @@ class Hub:
         if not job.advance.finite:
             self._merger.settle(job.fragment, job.slot, committed=False)
             reason = "the outer step is not finite"
-            self._settle(slot, Record(slot.slot, "failed", roll.members, reason=reason))
+            self._settle(slot, Record(slot.slot, "failed", takers=roll.members, reason=reason))
             return
         record = Record(
             slot.slot,
             "committed",
-            roll.members,
+            takers=roll.members,
             digest=f"{job.advance.digest} {job.advance.merged}",
             nbytes=job.payload.nbytes,
             participants=roll.contributors,

@@ -9,32 +9,23 @@ import torch
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.merge import Contribution, Merged
 from torchtitan_diloco.outer.merger import Merger
+from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member, Roll
 from torchtitan_diloco.outer.state import Advance
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """How a slot ended, for those who took part in it; see ``exchange.messages.Outcome``. To all others it is "behind".
+class Record(Settlement):
+    """How a slot ended, for those who took part in it; to all others it is "behind".
 
-    digest: of the new anchor, and the checksum of the merged delta. nbytes: of the encoded result. takers: the islands
-    that can apply it.
+    takers: the islands that can apply it. digest: of the new anchor, and the checksum of the merged delta. nbytes: of the
+    encoded result.
     """
 
-    slot: int
     status: Literal["committed", "failed"]
-    takers: tuple[int, ...]
+    takers: tuple[int, ...] = ()
     digest: str = ""
     nbytes: int = 0
-    participants: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    tokens: int = 0
-    positions: dict[int, dict[str, int]] = field(default_factory=dict)
-    skipped: dict[int, dict[str, int]] = field(default_factory=dict)
-    members: dict[int, dict[str, str]] = field(default_factory=dict)
-    contested: tuple[int, ...] = ()
-    present: tuple[int, ...] = ()
-    reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,10 +42,6 @@ class Record:
             return cls(**{**values, "weights": tuple(float(w) for w in values["weights"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"malformed outcome: {error!r}") from error
-
-    @property
-    def advanced(self) -> dict[str, int]:
-        return {name: end for positions in self.positions.values() for name, end in positions.items()}
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ from torchtitan_diloco.observe.reading import read_island, read_state
 LOCK = ".lock"
 CONFIG = "config.toml"
 RUN = "run.json"
-LIGHTHOUSE_LOG = "lighthouse.log"
+SERVER_LOGS = ("lighthouse.log", "hub.log")
+HUB_STATE = "syncer"
 
 # What the first minutes of a run need at least: its own small files, logs and the first events.
 _PROBE_BYTES = 1 << 20
@@ -134,9 +135,9 @@ class RunFolder:
         """Remove what a run wrote that has not trained. Raises UserError where the disk refuses."""
         try:
             for entry in self.path.iterdir():
-                if entry.name in (CONFIG, RUN, LIGHTHOUSE_LOG):
+                if entry.name in (CONFIG, RUN, *SERVER_LOGS):
                     entry.unlink()
-                elif entry.name.startswith("island-"):
+                elif entry.name.startswith("island-") or entry.name == HUB_STATE:
                     shutil.rmtree(entry)
         except OSError as error:
             raise unwritable(self.path, error) from None
