@@ -1,5 +1,6 @@
 """Sockets that listen, with errors that name the setting to change."""
 
+import ipaddress
 import socket
 
 from torchtitan_diloco.errors import UserError
@@ -27,3 +28,11 @@ def bind(host: str, port: int, setting: str = "") -> socket.socket:
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this very machine is reached by it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

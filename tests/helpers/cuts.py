@@ -43,7 +43,9 @@ class Proxy:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         self._open.clear()
-        threading.Timer(seconds, self._down.clear).start()
+        timer = threading.Timer(seconds, self._down.clear)
+        timer.daemon = True
+        timer.start()
 
     def _accept(self) -> None:
         while True:

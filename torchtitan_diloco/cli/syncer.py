@@ -17,6 +17,7 @@ from torchtitan_diloco.cli.port_file import write_port
 from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import Resumable
+from torchtitan_diloco.listening import is_loopback
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,12 +51,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def serve(config: RunConfig, port_file: Path | None) -> None:
+    from torchtitan_diloco.hub.access import Access
     from torchtitan_diloco.hub.hub import Rules
     from torchtitan_diloco.hub.server import HubServer
     from torchtitan_diloco.hub.store import Fenced
+    from torchtitan_diloco.hub.tokens import read_tokens
 
     host, _, port = config.syncer.bind.rpartition(":")
     rules = Rules(config.syncer.heartbeat_timeout_s, config.syncer.hang_timeout_s, config.syncer.wait_s)
+    tokens, cert = config.syncer.tokens, config.syncer.cert
     server = HubServer(
         host.strip("[]"),
         int(port),
@@ -63,7 +67,12 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
         rules,
         folder_of(config),
         config.syncer.save_every,
+        Access(read_tokens(tokens) if tokens else None),
+        cert,
+        config.syncer.key,
     )
+    if not cert and not is_loopback(host):
+        logging.warning("without syncer.cert, tokens and weights can be read on the way to %s", server.url)
     logging.info("the hub of run %s listens on %s", config.job.name, server.url)
     if port_file is not None:
         write_port(port_file, server.port)

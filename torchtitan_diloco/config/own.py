@@ -102,7 +102,12 @@ class TransportConfig:
     streams: int | None = None
     """Connections that each fragment's bulk is dealt to, between two islands (gloo) or to the hub; absent = 1 or 8."""
     urls: list[str] = field(default_factory=list)
-    """With "hub", its addresses, `http://HOST:PORT` each; `run` starts one and fills this in."""
+    """With "hub", its addresses, `http://HOST:PORT` each, of which the next is tried when one fails; `run` starts one and
+    fills this in."""
+    ca_file: str = ""
+    """PEM file of the authorities that an https hub's certificate is checked against; "" = the system's."""
+    token_file: str = ""
+    """File with this island's token for the hub on one line, readable by its owner only; "" = none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,7 +115,16 @@ class SyncerConfig:
     """[syncer]: the hub that islands with `transport.kind = "hub"` dial; all times in seconds"""
 
     bind: str = "127.0.0.1:29520"
-    """HOST:PORT to listen on; port 0 takes a free one."""
+    """HOST:PORT to listen on; port 0 takes a free one. Beyond loopback, `tokens` is needed."""
+    cert: str = ""
+    """PEM file of its certificate, followed by those that lead to the authority; with it the hub speaks https."""
+    key: str = ""
+    """PEM file of the certificate's private key, without a passphrase; "" = it is in `cert`."""
+    tokens: str = ""
+    """TOML file, readable by its owner only, of who may do what: `island-0 = "TOKEN"` and so on, `operator`, `reader`.
+
+    "" = whoever reaches the hub may do everything. The hub that `run` starts on loopback uses neither tokens nor cert.
+    """
     dir: str = ""
     """Folder of its durable state; "" = `syncer` in the run's folder."""
     save_every: int = 1

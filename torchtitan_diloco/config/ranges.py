@@ -90,8 +90,9 @@ HTTP = Range(
 )
 
 URLS = Range(
-    lambda v: all(url and _is_address(url) for url in v),
-    "addresses such as http://host:port, with a port from 1 to 65535",
+    # A password in an address would be in every log.
+    lambda v: all(url and _is_address(url) and "@" not in urlsplit(url).netloc for url in v),
+    "addresses such as http://host:port, with a port from 1 to 65535 and without user or password",
 )
 
 RANGES: dict[str, Range] = {

@@ -89,7 +89,7 @@ class HubTransport(Transport):
         self._step = hello.step
         self._published = state.copy()
         self._link = HubLink(
-            self._config.urls,
+            self._config,
             hello.run_id,
             self._member,
             self._config.streams or STREAMS,
@@ -154,7 +154,7 @@ class HubTransport(Transport):
         while not self._left.wait(self._beat_s):
             try:
                 self._ask("POST", "/beat", self._sign_of_life())
-            except (Unreachable, Refusal) as error:
+            except (Unreachable, Refusal, UserError) as error:
                 logger.debug("heartbeat: %s", error)
 
     def _sign_of_life(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class HubTransport(Transport):
         if self._link is not None:
             try:
                 self._ask("POST", "/leave", {"reason": reason})
-            except (Unreachable, Refusal) as error:
+            except (Unreachable, Refusal, UserError) as error:
                 logger.debug("no goodbye: %s", error)
             self._link.close()
 
@@ -336,16 +336,30 @@ class HubTransport(Transport):
                         f"waited {self._patience_s:g} s (lighthouse.patience_s) for the hub: {error}"
                     ) from error
             except Refusal as refusal:
-                if refusal.kind == "refused" or refusal.kind == "malformed":
-                    raise UserError(f"the hub refuses island {self._hello.island}: {refusal}") from refusal
+                self._require_hope(refusal)
                 if refusal.kind == "stranger":
                     try:
                         self._rejoin()
                         continue
-                    except (Unreachable, Refusal) as error:
+                    except Refusal as error:
+                        self._require_hope(error)
+                        logger.debug("not in yet: %s", error)
+                    except Unreachable as error:
                         logger.debug("not in yet: %s", error)
             self._pause(pause)
             pause = min(2 * pause, SLOWEST_RETRY_S)
+
+    def _require_hope(self, refusal: Refusal) -> None:
+        """Raises UserError where the hub would say the same for ever."""
+        island = self._hello.island
+        if refusal.kind == "forbidden":
+            has = self._config.token_file or "which is empty"
+            raise UserError(
+                f"transport.token_file ({has}): the hub does not let island {island} in: {refusal}; give the file with the "
+                f"token that syncer.tokens has for island-{island}"
+            ) from refusal
+        if refusal.kind in ("refused", "malformed"):
+            raise UserError(f"the hub refuses island {island}: {refusal}") from refusal
 
     def _check(self) -> None:
         if self._left.is_set():

@@ -1,9 +1,8 @@
 """Requests to the hub: messages one at a time, bulk as chunks over several connections. Nothing here waits for ever."""
 
-import ipaddress
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,9 +10,14 @@ import httpx
 import torch
 import xxhash
 
+from torchtitan_diloco.config.own import TransportConfig
+from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
+from torchtitan_diloco.hub.tls import client_context, distrust
+from torchtitan_diloco.hub.tokens import read_token
+from torchtitan_diloco.listening import is_loopback
 from torchtitan_diloco.outer.policy import Member
 
 CHUNK = 4 << 20  # bytes of bulk in one request
@@ -28,24 +32,37 @@ class Unreachable(Exception):
 
 
 class HubLink:
-    """urls: of one hub, the first that answers is used. streams: connections for bulk. pace: for what is sent."""
+    """config: its addresses are of one hub, and the first that answers is used. streams: connections for bulk. pace: for
+    what is sent."""
 
     def __init__(
-        self, urls: Sequence[str], run_id: str, member: Member, streams: int, pace: TokenBucket
+        self, config: TransportConfig, run_id: str, member: Member, streams: int, pace: TokenBucket
     ) -> None:
-        self._urls, self._at = list(urls), 0
-        self._pace = pace
+        """Raises UserError where files that the settings name, or the environment's proxies, cannot be used."""
+        self._urls, self._at = list(config.urls), 0
+        self._pace, self._ca_file = pace, config.ca_file
         self._epoch = 0
         self._lock = threading.Lock()
         self._chunk = CHUNK
         headers = {RUN: run_id, ISLAND: str(member.island), INCARNATION: member.incarnation}
+        if config.token_file:
+            headers["authorization"] = f"Bearer {read_token(config.token_file)}"
+        trusted = client_context(config.ca_file)
         # Through the site's proxy (HTTPS_PROXY and so on), except to this very machine.
-        direct = all(is_loopback(url) for url in urls)
+        direct = {f"all://{host}": None for host in map(_host, self._urls) if is_loopback(host)}
 
         def client(connections: int, timeout_s: float) -> httpx.Client:
             limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-            return httpx.Client(headers=headers, trust_env=not direct, limits=limits, timeout=timeout)
+            try:
+                return httpx.Client(
+                    headers=headers, verify=trusted, mounts=direct, limits=limits, timeout=timeout
+                )
+            except (ValueError, ImportError) as error:
+                raise UserError(
+                    f"the environment names a proxy that cannot be used ({error}); correct HTTPS_PROXY, HTTP_PROXY and "
+                    "ALL_PROXY, or name the hub in NO_PROXY"
+                ) from None
 
         self._messages = client(32, REQUEST_S)
         self._bulk = client(streams, CHUNK_S)
@@ -108,37 +125,53 @@ class HubLink:
         self._each(fetch, [(0, into.numel())])
 
     def _each(self, act: Callable[[int, int], None], ranges: Iterable[tuple[int, int]]) -> None:
-        """Chunk by chunk over all connections; smaller ones next time, where something cuts long requests."""
-        chunks = [
-            (at, min(at + self._chunk, stop))
-            for start, stop in ranges
-            for at in range(start, stop, self._chunk)
-        ]
-        futures = [self._pool.submit(act, start, stop) for start, stop in chunks]
-        try:
-            for future in futures:
-                future.result()
-        except Unreachable:
-            self._chunk = max(SMALLEST_CHUNK, self._chunk // 2)
-            raise
-        finally:
-            for future in futures:
-                future.cancel()
+        """Chunk by chunk over all connections. What was cut is tried again in smaller ones, as long as some of it arrives."""
+        left = list(ranges)
+        while left:
+            chunks = [
+                (at, min(at + self._chunk, stop))
+                for start, stop in left
+                for at in range(start, stop, self._chunk)
+            ]
+            futures = [self._pool.submit(act, start, stop) for start, stop in chunks]
+            left, cut = [], None
+            try:
+                for chunk, future in zip(chunks, futures, strict=True):
+                    try:
+                        future.result()
+                    except CancelledError:
+                        left.append(chunk)
+                    except Unreachable as error:
+                        left.append(chunk)
+                        cut = error
+                        for other in futures:  # nobody waits for the time-out of every one of them
+                            other.cancel()
+            finally:
+                for future in futures:
+                    future.cancel()
+            if cut is not None:
+                self._chunk = max(SMALLEST_CHUNK, self._chunk // 2)
+                if len(left) == len(chunks):
+                    raise cut
 
     def _send(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> httpx.Response:
-        url = self.url
+        at, url = self._at, self.url
         try:
             response = client.request(method, url + path, **arguments)
         except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:
-            self._at += 1
-            raise Unreachable(f"{url}: {error or type(error).__name__}") from error
+            if mistake := distrust(error, url, self._ca_file):
+                raise mistake from error
+            self._leave(at)
+            raise Unreachable(f"{url}: {str(error) or type(error).__name__}") from error
         epoch = response.headers.get(EPOCH, "")
         if not epoch.isdigit():
+            self._leave(at)
             raise Unreachable(f"{url}{path} answers {response.status_code}, and is no hub")
+        if int(epoch) < self._epoch:
+            self._leave(at)
+            raise Unreachable(f"{url} is an earlier start of the hub, number {epoch}, not {self._epoch}")
         with self._lock:
-            if int(epoch) < self._epoch:
-                raise Unreachable(f"{url} is an earlier start of the hub, number {epoch}, not {self._epoch}")
-            self._epoch = int(epoch)
+            self._epoch = max(self._epoch, int(epoch))
         if response.is_success:
             return response
         try:
@@ -146,14 +179,17 @@ class HubLink:
             kind, reason = answer["kind"], str(answer["error"])
         except (ValueError, KeyError, TypeError):
             raise Unreachable(f"{url}{path} answers {response.status_code}") from None
-        if kind not in ("malformed", "stranger", "refused", "gone"):
+        if kind not in ("malformed", "stranger", "refused", "gone", "forbidden"):
             raise Unreachable(f"{url}: {reason}")
         raise Refusal(kind, reason)
 
+    def _leave(self, at: int) -> None:
+        """The next address from now on; once, however many connections have failed at that one."""
+        with self._lock:
+            if self._at == at:
+                self._at += 1
 
-def is_loopback(url: str) -> bool:
+
+def _host(url: str) -> str:
     host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return f"[{host}]" if ":" in host else host

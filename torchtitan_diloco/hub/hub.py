@@ -119,6 +119,10 @@ class Hub:
         """Nobody waits for this island any more. Raises Refusal."""
         self._drop(self.seats.leave(member, reason))
 
+    def evict(self, island: int) -> None:
+        """As if the island were gone, and it may not come back before it is started anew. Raises Refusal."""
+        self._drop(self.seats.evict(island))
+
     def tick(self) -> list[Seat]:
         """Time has passed. Returns who was given up."""
         lost = self.seats.expired()

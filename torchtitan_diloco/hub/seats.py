@@ -14,6 +14,7 @@ class Phase(Enum):
     MEMBER = "member"
     LEFT = "left"
     LOST = "lost"
+    EVICTED = "evicted"
 
 
 PRESENT = (Phase.JOINING, Phase.MEMBER)
@@ -63,8 +64,13 @@ class Seats:
                 "stranger", f"island {member.island}, incarnation {member.incarnation}, has not joined"
             )
         if seat.phase not in PRESENT:
+            self._require_not_evicted(seat)
             raise Refusal("stranger", f"island {member.island} has been given up: {seat.why}")
         return seat
+
+    def _require_not_evicted(self, seat: Seat) -> None:
+        if seat.phase is Phase.EVICTED:
+            raise Refusal("refused", f"{seat.why}; start the island again where it is to come back")
 
     def take(self, member: Member, started: float) -> Seat | str:
         """A seat for who wants to join; or, in words, for what it has to wait.
@@ -72,6 +78,8 @@ class Seats:
         Raises Refusal when a newer incarnation holds it, or another one that goes on living.
         """
         seat, now = self._seats.get(member.island), self._now()
+        if seat is not None and seat.member == member:
+            self._require_not_evicted(seat)
         if seat is not None and seat.member != member:
             who = f"incarnation {seat.member.incarnation} of island {member.island}"
             if seat.started > started:
@@ -118,9 +126,21 @@ class Seats:
         seat.phase, seat.why = (Phase.LOST if reason == "failure" else Phase.LEFT), reason
         return seat
 
+    def evict(self, island: int) -> Seat:
+        """Take the seat of an island; this incarnation of it does not get it back. Raises Refusal when it has none."""
+        seat = self._seats.get(island)
+        if seat is None or seat.phase not in PRESENT:
+            raise Refusal("gone", f"island {island} has no seat")
+        seat.phase, seat.why = Phase.EVICTED, f"an operator has evicted island {island}"
+        return seat
+
+    def all(self) -> list[Seat]:
+        """Of every island that was ever here, in the order of their numbers."""
+        return [seat for _, seat in sorted(self._seats.items())]
+
     def of(self, phase: Phase) -> list[Seat]:
         """In the order of the islands' numbers."""
-        return [seat for _, seat in sorted(self._seats.items()) if seat.phase is phase]
+        return [seat for seat in self.all() if seat.phase is phase]
 
     def awaited(self, slot: int) -> list[int]:
         """Islands that take part in a slot."""

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import uvicorn
 
+from torchtitan_diloco.hub.access import Access
 from torchtitan_diloco.hub.hub import Hub, Rules
-from torchtitan_diloco.hub.service import Service
+from torchtitan_diloco.hub.limits import HEADERS_LIMIT, Bounds, PatientProtocol
+from torchtitan_diloco.hub.service import CHUNK_LIMIT, Service
 from torchtitan_diloco.hub.store import FileStore, NoStore
+from torchtitan_diloco.hub.tls import check_certificate
 from torchtitan_diloco.listening import bind, url_of
 
 logger = logging.getLogger(__name__)
@@ -20,12 +23,19 @@ class HubServer:
     """``run`` serves until ``stop`` is called, in any thread, or something makes it impossible to go on."""
 
     def __init__(
-        self, host: str, port: int, run_id: str, rules: Rules, folder: Path | None = None, every: int = 1
-    ) -> None:
-        """folder: of the durable state; without one, nothing outlasts the process. Raises UserError."""
+        self, host: str, port: int, run_id: str, rules: Rules, folder: Path | None = None, every: int = 1,
+        access: Access | None = None, cert: str = "", key: str = "",
+    ) -> None:  # fmt: skip
+        """folder: of the durable state; without one, nothing outlasts the process. cert, key: PEM files, for https.
+
+        Raises UserError.
+        """
+        access = access or Access()
+        access.require_loopback(host)
+        check_certificate(cert, key)
         self._socket = bind(host, port, f"syncer.bind = {host}:{port}")
         self.port: int = self._socket.getsockname()[1]
-        self.url = url_of(host, self.port)
+        self.url = url_of(host, self.port, "https" if cert else "http")
         self.store = FileStore(folder, every) if folder else NoStore()
         self._fault: BaseException | None = None
         hub = Hub(rules, self.store)
@@ -33,7 +43,11 @@ class HubServer:
             logger.info("going on with the state of slot %d", hub.state.slot)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Service(hub, run_id, self._broken).app,
+                Bounds(Service(hub, run_id, self._broken, access).app, CHUNK_LIMIT),
+                http=PatientProtocol,
+                h11_max_incomplete_event_size=HEADERS_LIMIT,
+                ssl_certfile=cert or None,
+                ssl_keyfile=key or None,
                 log_level="warning",
                 access_log=False,
                 ws="none",

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,8 +21,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
 from torchtitan_diloco.hub.hub import Hello, Hub
-from torchtitan_diloco.hub.refusal import Kind, Refusal
+from torchtitan_diloco.hub.refusal import Busy, Kind, Refusal
+from torchtitan_diloco.hub.status import status_of
 from torchtitan_diloco.hub.store import Fenced
 from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.hub.upload import Upload
@@ -31,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 RUN, ISLAND, INCARNATION = "x-diloco-run", "x-diloco-island", "x-diloco-incarnation"
 EPOCH, CHECKSUM = "x-diloco-epoch", "x-diloco-xxh3"
-STATUS: dict[Kind, int] = {"malformed": 400, "stranger": 401, "refused": 409, "gone": 410}
+STATUS: dict[Kind, int] = {
+    "malformed": 400, "stranger": 401, "forbidden": 403, "refused": 409, "gone": 410, "busy": 429,
+}  # fmt: skip
 MESSAGE_LIMIT = 4 << 20  # bytes; a header names every stream that the island has read
 CHUNK_LIMIT = 16 << 20  # bytes of bulk in one request
 PIECE = 256 << 10  # bytes that are handed to a connection at once
@@ -44,9 +49,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Service:
     """The ASGI application. All calls of the hub are made in the event loop, merges in a thread beside it."""
 
-    def __init__(self, hub: Hub, run_id: str, stop: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, hub: Hub, run_id: str, stop: Callable[[BaseException], None], access: Access | None = None
+    ) -> None:
         """stop: is told what makes it impossible to go on."""
         self.hub, self._run_id, self._stop = hub, run_id, stop
+        self._access = access or Access()
         self._merging = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,9 +72,14 @@ class Service:
             ("GET", "/slots/{slot:int}/result", self._result),
             ("POST", "/slots/{slot:int}/withdraw", self._withdraw),
         ]
+        others = [
+            ("GET", "/status", self._status, READERS),
+            ("POST", "/evict/{island:int}", self._evict, OPERATORS),
+        ]
         self.app = Starlette(
             routes=[
-                Route(path, partial(self._answer, handler), methods=[how]) for how, path, handler in routes
+                Route(path, partial(self._answer, handler, who), methods=[how])
+                for how, path, handler, who in [*((*route, ISLANDS) for route in routes), *others]
             ],
             lifespan=self._lifespan,
         )
@@ -86,15 +99,19 @@ class Service:
 
     # ---- every request ---------------------------------------------------------------------------------------------
 
-    async def _answer(self, handler: Handler, request: Request) -> Response:
+    async def _answer(self, handler: Handler, who: frozenset[str], request: Request) -> Response:
         try:
-            if request.headers.get(RUN) != self._run_id:
+            headers, peer = request.headers, request.client.host if request.client else ""
+            self._access.check(who, headers.get(ISLAND), headers.get("authorization"), peer)
+            if who is ISLANDS and headers.get(RUN) != self._run_id:
                 raise Refusal("refused", f"this hub serves run {self._run_id}")
             response = await handler(request)
         except Refusal as refusal:
             response = JSONResponse(
                 {"error": str(refusal), "kind": refusal.kind}, status_code=STATUS[refusal.kind]
             )
+            if isinstance(refusal, Busy):
+                response.headers["retry-after"] = str(math.ceil(refusal.retry_s))
         except ClientDisconnect:
             response = Response(status_code=400)
         except Fenced as fenced:
@@ -184,6 +201,16 @@ class Service:
     async def _leave(self, request: Request) -> Response:
         data = await self._json(request)
         self.hub.leave(self._member(request), str(data.get("reason")))
+        await self._changed()
+        return JSONResponse({})
+
+    async def _status(self, request: Request) -> Response:
+        return JSONResponse({"run": self._run_id} | status_of(self.hub))
+
+    async def _evict(self, request: Request) -> Response:
+        island = request.path_params["island"]
+        self.hub.evict(island)
+        logger.warning("island %d is evicted", island)
         await self._changed()
         return JSONResponse({})
 
