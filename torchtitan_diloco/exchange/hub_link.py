@@ -3,7 +3,7 @@
 import ipaddress
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ import xxhash
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.policy import Member
 
 CHUNK = 4 << 20  # bytes of bulk in one request
@@ -92,9 +93,12 @@ class HubLink:
 
         self._each(send, ranges)
 
-    def get(self, path: str, into: torch.Tensor, moved: Callable[[int], None]) -> None:
-        """Fill a 1-D uint8 tensor. Raises Unreachable or Refusal."""
-        values = into.numpy().data
+    def get(self, path: str, into: Upload, moved: Callable[[int], None]) -> None:
+        """Fetch what is missing of it; what has come stays, whatever happens. Raises Unreachable or Refusal.
+
+        moved: is told how many bytes have come.
+        """
+        lock = threading.Lock()
 
         def fetch(start: int, stop: int) -> None:
             size = stop - start
@@ -102,10 +106,11 @@ class HubLink:
             chunk = response.content
             if len(chunk) != size or xxhash.xxh3_64_hexdigest(chunk) != response.headers.get(CHECKSUM):
                 raise Unreachable(f"{len(chunk)} bytes of {path} have come damaged")
-            values[start:stop] = chunk
+            with lock:
+                into.write(start, chunk)
             moved(size)
 
-        self._each(fetch, [(0, into.numel())])
+        self._each(fetch, into.missing())
 
     def _each(self, act: Callable[[int, int], None], ranges: Iterable[tuple[int, int]]) -> None:
         """Chunk by chunk over all connections; smaller ones next time, where something cuts long requests."""
@@ -124,6 +129,7 @@ class HubLink:
         finally:
             for future in futures:
                 future.cancel()
+            wait(futures)  # so that none of them writes into what the next attempt reads
 
     def _send(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> httpx.Response:
         url = self.url

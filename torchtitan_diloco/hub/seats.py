@@ -25,7 +25,7 @@ class Seat:
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
     next of its published state. first: the slot from which on others wait for it. founder: they do so though it has not
-    been admitted yet. state: what it came with.
+    been admitted yet. offered: it was told to take the run's state. state: what it came with.
     """
 
     member: Member
@@ -37,6 +37,7 @@ class Seat:
     slot: int = 0
     first: int = 0
     founder: bool = False
+    offered: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
 
@@ -117,6 +118,10 @@ class Seats:
         seat = self[member]
         seat.phase, seat.why = (Phase.LOST if reason == "failure" else Phase.LEFT), reason
         return seat
+
+    def only(self, member: Member) -> bool:
+        """Whether no other island is there."""
+        return all(s.phase not in PRESENT or s.member.island == member.island for s in self._seats.values())
 
     def of(self, phase: Phase) -> list[Seat]:
         """In the order of the islands' numbers."""

@@ -1,9 +1,11 @@
 """States on their way: to islands that join or heal, and from an island whose history is the run's."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import xxhash
 
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.upload import Upload
@@ -24,11 +26,11 @@ class Shelf:
 
     def put(self, state: OuterState) -> str:
         """Returns the key by which its tensors can be had for a while."""
-        key = f"{state.slot}-{state.tokens_total}"
+        key = f"{state.slot}-{xxhash.xxh3_64_hexdigest(json.dumps(state.describe()).encode())}"
         self._states.setdefault(key, state.copy())
         self._read[key] = self._now()
         while len(self._states) > SHELVED:
-            del self._states[next(iter(self._states))]
+            del self._states[min(self._states, key=self._read.__getitem__)]
         return key
 
     def tensor(self, key: str, name: str) -> torch.Tensor:

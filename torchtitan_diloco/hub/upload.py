@@ -2,6 +2,7 @@
 
 import torch
 
+from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.outer import buffers
 
 
@@ -9,12 +10,18 @@ class Upload:
     """A payload or tensor in the making. One thread at a time may use it."""
 
     def __init__(self, nbytes: int) -> None:
+        """Raises Refusal when there is no memory for it."""
         self.nbytes = nbytes
-        self.data = buffers.empty(nbytes, torch.uint8)
+        try:
+            self.data = buffers.empty(nbytes, torch.uint8)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise Refusal("refused", f"the hub has no memory for {nbytes} bytes: {error}") from None
         self._here: list[tuple[int, int]] = []  # ranges that have arrived: sorted, apart from one another
 
     def write(self, offset: int, chunk: bytes | memoryview) -> None:
         """A chunk that was checked. Raises ValueError when it lies outside."""
+        if not chunk:
+            return
         stop = offset + len(chunk)
         if not 0 <= offset <= stop <= self.nbytes:
             raise ValueError(f"bytes {offset} to {stop} lie outside of {self.nbytes}")
