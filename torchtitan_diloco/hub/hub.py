@@ -90,10 +90,14 @@ class Hub:
         if seat.phase is Phase.MEMBER:  # said a second time
             return self._offer_state(seat)
         seat.state, seat.step, seat.offered = hello.state, hello.step, False
-        if self.state is None:
-            return self._found(seat)
-        if not self.seats.members and not self.open:
-            return self._resume(seat)
+        try:
+            if self.state is None:
+                return self._found(seat)
+            if not self.seats.members and not self.open:
+                return self._resume(seat)
+        except Refusal as refusal:
+            self._drop(self.seats.leave(hello.member, str(refusal)))
+            raise
         return self._offer_state(seat)
 
     def admit(self, member: Member, slot: int) -> dict[str, Any]:

@@ -109,6 +109,12 @@ class Terms:
             for name in ("semi_sync.num_islands", "semi_sync.sync_every", "training.steps"):
                 if type(terms.settings[name]) is not int or not 1 <= terms.settings[name] < 1 << 53:
                     raise ValueError(f"{name} is {terms.settings[name]!r}")
+            for name in ("lr", "momentum", "min_lr_factor"):
+                value = terms.settings[f"semi_sync.outer.{name}"]
+                if type(value) not in (int, float) or not abs(value) < 1e9:
+                    raise ValueError(f"semi_sync.outer.{name} is {value!r}")
+            if terms.settings["semi_sync.outer.schedule"] not in ("constant", "linear", "cosine"):
+                raise ValueError(f"schedule {terms.settings['semi_sync.outer.schedule']!r}")
             if terms.settings["semi_sync.merge.weight"] not in get_args(Weight):
                 raise ValueError(f"weight {terms.settings['semi_sync.merge.weight']!r}")
             if terms.settings["semi_sync.merge.method"] != "mean":
