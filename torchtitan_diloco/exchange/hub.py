@@ -172,6 +172,7 @@ class HubTransport(Transport):
             self._enter(self._published, time.monotonic() + self._patience_s)
             if self._joined:
                 self._ask("POST", "/admit", {"slot": self._published.slot})
+            self._note(None)
 
     def _beat(self) -> None:
         """Not only while slots are open: others wait for this island from the moment on that the hub knows it again."""

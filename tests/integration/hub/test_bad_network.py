@@ -1,6 +1,7 @@
 """Islands and their hub over a network that loses, cuts, repeats and reorders requests: the run ends as if it did not."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.hub_islands import RUN, HubIsland, together
-from tests.helpers.hub_proxy import FAULTS, Decide, HubProxy, at_random
+from tests.helpers.hub_proxy import FAULTS, Decide, HubProxy, Request, at_random
 from torchtitan_diloco.config.own import CodecConfig
 from torchtitan_diloco.hub.hub import Rules
 from torchtitan_diloco.hub.server import HubServer
@@ -64,3 +65,37 @@ def test_faults_of_the_network_change_no_bit(wire: str, seed: int) -> None:
     # Nothing is merged twice: what the islands have sent is what the state counts.
     assert islands[0].state.tokens_total == ISLANDS * SLOTS * 40
     print("healed:", [island.heals for island in islands])
+
+
+def test_an_island_that_was_given_up_comes_back_though_its_admission_gets_lost() -> None:
+    """It was cut off for longer than its lease. It asks again at its own pace, and takes part in the next slot."""
+    cut_off, lost, asked = False, 2, list[str]()
+
+    def decide(request: Request) -> str:
+        nonlocal lost
+        asked.append(request.path)
+        if cut_off:
+            return "drop before"
+        if request.path == "/admit" and len(asked) > before and lost:
+            lost -= 1
+            return "drop before"
+        return ""
+
+    before = 1 << 30
+    with a_hub(decide, lease_s=1.0) as proxy:
+        direct = f"http://127.0.0.1:{proxy.target}"
+        a, b = HubIsland(0, [proxy.url], 2, SIZES), HubIsland(1, [direct], 2, SIZES)
+        together([lambda island=island: (island.join(), island.run(1)) for island in (a, b)])
+        cut_off = True
+        time.sleep(2.0)
+        before, cut_off = len(asked), False
+        a.offer(1)
+        while not any(path.startswith("/slots/1/outcome") for path in asked):  # its header was taken
+            time.sleep(0.01)
+        assert not lost
+        b.offer(1)
+        for island in (a, b):
+            assert island.settle(1, 20).participants == (0, 1)
+        assert len(asked) - before < 60
+        for island in (a, b):
+            island.transport.leave("done")

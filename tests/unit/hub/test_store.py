@@ -117,6 +117,7 @@ def test_a_torn_last_line_of_the_journal_is_removed_and_the_next_one_is_whole(tm
 
 
 def test_a_second_hub_on_the_folder_fences_the_first(tmp_path: Path) -> None:
+    """FR-42: no folder has two writers."""
     first = FileStore(tmp_path)
     hub = a_hub(store=first)
     talkers = a_run(hub)
