@@ -140,15 +140,15 @@ class Hub:
         terms = hello.terms
         if self.terms is None or (self.state is None and self.seats.only(hello.member)):
             # Until there is a run, who is alone may change its mind: it may have been started again with other settings.
-            self._merger = terms.merger()
-            self.terms = terms
+            if terms != self.terms:
+                try:
+                    self._merger = terms.merger()
+                except (ValueError, TypeError, ArithmeticError) as error:
+                    raise Refusal("malformed", f"no hub can merge by these settings: {error}") from None
+                self.terms = terms
             return
-        if terms.run_id != self.terms.run_id:
-            raise Refusal("refused", f"this hub serves run {self.terms.run_id}, not {terms.run_id}")
-        if keys := self.terms.differences(terms):
-            mine, theirs = self.terms.settings, terms.settings
-            shown = "; ".join(f"{k}: {theirs.get(k)!r} here, {mine.get(k)!r} in the run" for k in keys)
-            raise Refusal("refused", f"the islands of a run must agree on {shown}")
+        if why := self.terms.disagreement(terms):
+            raise Refusal("refused", why)
 
     def _found(self, seat: Seat) -> dict[str, Any]:
         """The run's first state is that of the island with the longest history, once all are there."""

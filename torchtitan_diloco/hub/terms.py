@@ -15,7 +15,7 @@ from torchtitan_diloco.outer.slices import count_for
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import FragmentState, OuterState
 
-MOST_FRAGMENTS, MOST_VALUES = 10_000, 1 << 42
+MOST_FRAGMENTS, MOST_VALUES = 10_000, 1 << 40
 
 HUB = -1
 """In the place of an island's number, where the hub encodes."""
@@ -119,10 +119,18 @@ class Terms:
                 raise ValueError(f"weight {terms.settings['semi_sync.merge.weight']!r}")
             if terms.settings["semi_sync.merge.method"] != "mean":
                 raise ValueError(f"merge rule {terms.settings['semi_sync.merge.method']!r}")
-            terms.clock(), terms.merger(), terms.optimizer()
+            terms.clock(), terms._codec, terms.optimizer()
         except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the run's settings are malformed: {error!r}") from error
         return terms
+
+    def disagreement(self, other: "Terms") -> str:
+        """Why an island with the other terms cannot be in this run; empty when it can."""
+        if other.run_id != self.run_id:
+            return f"this hub serves run {self.run_id}, not {other.run_id}"
+        mine, theirs = self.settings, other.settings
+        shown = [f"{k}: {theirs.get(k)!r} here, {mine.get(k)!r} in the run" for k in self.differences(other)]
+        return f"the islands of a run must agree on {'; '.join(shown)}" if shown else ""
 
     def differences(self, other: "Terms") -> list[str]:
         """Keys in which islands of this and of the other terms cannot be in one run."""

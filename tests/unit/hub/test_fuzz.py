@@ -308,3 +308,56 @@ def test_the_same_chunk_is_taken_when_it_is_right(harness: Harness) -> None:
         hub, "PUT", "/slots/1/payload", query=b"offset=0&of=32", headers=RIGHT.of(1, payload()), pieces=[payload()]
     )  # fmt: skip
     assert answer.status == 200 and hub.records[1].status == "committed"
+
+
+HEADER, HELLO = MESSAGES["POST", "/slots/1/header"], MESSAGES["POST", "/join"]
+
+
+@pytest.mark.parametrize(
+    "kind, path, message, reason",
+    [
+        ("busy", "/slots/1/header", HEADER | {"tokens": 10**400}, "tokens is"),
+        ("busy", "/slots/1/header", HEADER | {"steps": -1}, "steps is -1"),
+        ("busy", "/slots/1/header", HEADER | {"holds": {"\ud800": "0-9"}}, "no JSON"),
+        ("busy", "/slots/1/header", HEADER | {"island": 0}, "the header is island 0's"),
+        ("busy", "/slots/2001/header", HEADER | {"slot": 2001}, "the run has 2001 slots"),
+        ("busy", f"/slots/{'9' * 5000}/header", HEADER, "the slot is"),
+        ("busy", "/join", HELLO | {"started": float("inf")}, "Infinity is no JSON"),
+        ("busy", "/beat", {"step": 1, "slot": 10**400, "idle_s": 0.0}, "slot is"),
+        ("busy", "/leave", {"reason": "\udfff"}, "no JSON"),
+        (
+            "busy",
+            "/beat",
+            {"step": 1, "slot": 1, "idle_s": 0.0, "x": json.loads("[" * 40 + "]" * 40)},
+            "levels",
+        ),
+    ],
+)
+def test_messages_that_would_break_something(
+    harness: Harness, kind: str, path: str, message: Any, reason: str
+) -> None:
+    body = json.dumps(message).encode()
+    answer = harness.check(HUBS[kind](), "POST", path, headers=RIGHT.of(1, body), pieces=[body])
+    assert answer.status >= 400 and reason in json.loads(answer.body)["error"]
+
+
+@pytest.mark.parametrize("field", ["island", "length"])
+@pytest.mark.parametrize("value", [b"\xb2", b"9" * 5000, b"-1", b"1_0", b" 1"])
+def test_numbers_in_headers_are_plain_digits(harness: Harness, field: str, value: bytes) -> None:
+    names = ("run", "island", "incarnation", "length", "checksum")
+    head = Head(**{name: value if name == field else None for name in names})
+    body = json.dumps(MESSAGES["POST", "/beat"]).encode()
+    answer = harness.check(a_busy_hub(), "POST", "/beat", headers=head.of(1, body), pieces=[body])
+    assert answer.status == 400
+
+
+def test_who_brings_more_than_the_memory_holds_leaves_no_trace(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("torchtitan_diloco.hub.upload.buffers.empty", exhausted)
+    body = json.dumps(HELLO | {"terms": terms_of(1).to_json()}).encode()
+    answer = harness.check(a_hub(), "POST", "/join", headers=RIGHT.of(1, body), pieces=[body])
+    assert answer.status == 409 and "no memory for 20 bytes" in json.loads(answer.body)["error"]
