@@ -192,8 +192,7 @@ class Hub:
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
-        self.seats[member]  # who has left brings nothing
-        return self._arrivals.of(member, name)
+        return self._arrivals.of(self.seats[member].member, name)
 
     def _offer_state(self, seat: Seat) -> dict[str, Any]:
         seat.offered = True
