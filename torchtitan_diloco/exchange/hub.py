@@ -1,5 +1,6 @@
 """Transport for islands that cannot reach one another: every one dials out to the hub, which decides, merges and keeps."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from torchtitan_diloco.exchange.transport import (
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.slot import Record
 from torchtitan_diloco.hub.terms import Terms
-from torchtitan_diloco.outer import buffers
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 2.0  # for how long one question for an outcome waits at the hub
-RETRY_S = 0.5
+RETRY_S = 0.1
+ASK_AGAIN_S = 0.5  # while the hub has nothing new
 SLOWEST_RETRY_S = 5.0
 STREAMS = 8  # connections for bulk, where the settings do not say
 PASSES = 3  # how often a joiner takes what the run has committed while it took the state
@@ -50,6 +52,16 @@ class Offer:
     outer_step: OuterStep
     began: float
     withdrawn: bool = False
+    merged: Upload | None = None  # as far as it has come
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """settled: what was taken holds all slots that this island takes no part in."""
+
+    joined: Joined
+    settled: bool
+    version: int
 
 
 @register_transport("hub")
@@ -80,6 +92,8 @@ class HubTransport(Transport):
         self._alive = time.monotonic()
         self._step = 0
         self._link: HubLink | None = None
+        self._joined = False
+        self._coming: dict[str, Upload] = {}  # of the hub's state, by tensor and history
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -100,20 +114,29 @@ class HubTransport(Transport):
         settings = {key: value for key, value in hello.settings.items() if not key.startswith("transport.")}
         self._terms = Terms(hello.run_id, settings, sizes, state.hand_over)
         deadline = time.monotonic() + self._patience_s
-        self._insist(lambda: self._enter(state, deadline), deadline)
         threading.Thread(target=self._beat, daemon=True, name="hub-beat").start()
-        heals: list[Heal] = []
-        for _ in range(PASSES):
-            taken = self._insist(lambda: self._take(state, whole=True), deadline)
-            if not taken.heals:
-                break
-            heals += taken.heals
-        self.publish(state)
+        self._insist(lambda: self._enter(state, deadline), deadline)
+        taken: list[Taken] = []
+        while len(taken) < PASSES and (not taken or taken[-1].joined.heals):
+            taken.append(self._insist(lambda: self._take(state, whole=True), deadline))
         admitted = self._insist(lambda: self._ask("POST", "/admit", {"slot": state.slot}), deadline)
+        self._joined = True
+        # From now on others wait for this island. What is under way without it is over before it offers anything.
+        while True:
+            taken.append(self._insist(lambda: self._take(state, whole=True), deadline))
+            if taken[-1].settled:
+                break
+            self._note(Waiting("the others", time.time(), "a slot began before this island came"))
+            self._pause(ASK_AGAIN_S)
+        self._coming.clear()
         self._note(None)
         if hello.finished:
             logger.info("the hub holds the run's last state; no island needs this one's")
-        return Joined(int(admitted["step"]), tuple(heals), tuple(admitted["present"]))
+        heals = [heal for each in taken for heal in each.joined.heals]
+        whole = Heal(
+            HUB_SOURCE, sum(h.bytes for h in heals), sum(h.seconds for h in heals), taken[-1].version
+        )
+        return Joined(int(admitted["step"]), (whole,) if heals else (), taken[-1].joined.present)
 
     def _enter(self, state: OuterState, deadline: float) -> None:
         """Until the hub says that its state is there to be taken, and has this island's, if that is the run's."""
@@ -130,7 +153,7 @@ class HubTransport(Transport):
             self._note(Waiting(str(reply["why"]), began, "the hub says so"))
             if time.monotonic() > deadline:
                 raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {reply['why']}")
-            self._pause(RETRY_S)
+            self._pause(ASK_AGAIN_S)
 
     def _introduction(self, state: OuterState) -> dict[str, Any]:
         return {
@@ -143,19 +166,28 @@ class HubTransport(Transport):
     def _rejoin(self) -> None:
         """The hub does not know this island (any more): it was started anew, or has not heard of it for too long."""
         with self._joining:
-            try:
-                self._ask("POST", "/beat", self._sign_of_life())
-            except Refusal:
-                logger.warning("joining the hub again")
-                self._enter(self._published, time.monotonic() + self._patience_s)
+            with contextlib.suppress(Refusal):
+                if self._ask("POST", "/beat", self._sign_of_life())["member"]:
+                    return
+            logger.warning("joining the hub again")
+            self._enter(self._published, time.monotonic() + self._patience_s)
+            if self._joined:
                 self._ask("POST", "/admit", {"slot": self._published.slot})
+            self._note(None)
 
     def _beat(self) -> None:
+        """Not only while slots are open: others wait for this island from the moment on that the hub knows it again."""
         while not self._left.wait(self._beat_s):
             try:
                 self._ask("POST", "/beat", self._sign_of_life())
-            except (Unreachable, Refusal, UserError) as error:
+            except (Unreachable, UserError) as error:
                 logger.debug("heartbeat: %s", error)
+            except Refusal as refusal:
+                logger.debug("heartbeat: %s", refusal)
+                if self._joined and refusal.kind == "stranger":
+                    # Whatever stands in the way is raised where somebody waits for an outcome.
+                    with contextlib.suppress(Unreachable, Refusal, Resumable):
+                        self._rejoin()
 
     def _sign_of_life(self) -> dict[str, Any]:
         idle = max(0.0, time.monotonic() - self._alive)
@@ -191,36 +223,46 @@ class HubTransport(Transport):
     def heal(self, state: OuterState) -> Joined:
         deadline = time.monotonic() + self._patience_s
         taken = self._insist(lambda: self._take(state, whole=False), deadline)
-        self.publish(state)
         self._insist(lambda: self._ask("POST", "/admit", {"slot": state.slot}), deadline)
+        self._coming.clear()
         self._note(None)
-        return taken
+        return taken.joined
 
-    def _take(self, state: OuterState, whole: bool) -> Joined:
+    def _take(self, state: OuterState, whole: bool) -> Taken:
         """Make ``state`` the hub's (all of it, or the fragments that are further there); only what differs travels."""
         began = time.monotonic()
         offered = self._ask("GET", "/state")
         mine = state.describe()
         description = offered["state"] if whole else combine(mine, offered["state"])
-        tensors, received = state.tensors(), 0
+        tensors = state.tensors()
+        coming: dict[str, Upload] = {}
+        parts: list[tuple[str, Upload]] = []
         for i, (theirs, ours) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
             if theirs == ours:
                 continue
             for name in (f"anchor.{i}", f"momentum.{i}"):
                 tensors.pop(name, None)
                 if name in offered["tensors"]:
-                    flat = buffers.empty(state.fragments[i].numel)
-                    self._get(f"/state/{offered['key']}/{name}", flat.view(torch.uint8))
-                    tensors[name] = flat
-                    received += flat.nbytes
+                    # The same history gives the same bits, whichever start of the hub they come from.
+                    key = f"{name} {theirs['lineage']} {theirs['digest']}"
+                    coming[key] = self._coming.get(key) or Upload(4 * state.fragments[i].numel)
+                    tensors[name] = coming[key].data.view(torch.float32)
+                    parts.append((name, coming[key]))
+        self._coming = coming  # what was begun of other versions is of no use any more
+        for name, upload in parts:
+            self._get(f"/state/{offered['key']}/{name}", upload)
+        received = sum(upload.nbytes for upload in coming.values())
         try:
             state.restore(description, tensors)
         except ValueError as error:
+            self._coming = {}
             raise Unreachable(f"the hub's state has come damaged: {error}") from error
+        self.publish(state)
         version = max(held.version for held in state.states)
         heal = Heal(HUB_SOURCE, received, time.monotonic() - began, version)
         present = tuple(int(i) for i in offered["present"])
-        return Joined(int(offered["step"]), (heal,) if received else (), present)
+        joined = Joined(int(offered["step"]), (heal,) if received else (), present)
+        return Taken(joined, bool(offered["settled"]), version)
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
@@ -277,7 +319,13 @@ class HubTransport(Transport):
                 self._note(Waiting(target, since, f"{reply['phase']} of slot {slot}"))
                 if reply["missing"]:
                     path = f"/slots/{slot}/payload"
-                    self._put(path, offer.payload, reply["missing"], slot, of=offer.payload.nbytes)
+                    try:
+                        self._put(path, offer.payload, reply["missing"], slot, of=offer.payload.nbytes)
+                    except Refusal as refusal:
+                        if (
+                            refusal.kind != "gone"
+                        ):  # all of it has come by another way, or the slot is settled
+                            raise
                 reply = self._ask("GET", f"/slots/{slot}/outcome", wait_s=POLL_S, wait=int(POLL_S))
             else:
                 return self._outcome(offer, reply)
@@ -291,14 +339,14 @@ class HubTransport(Transport):
         record = Record.from_json(reply)
         if record.status == "failed":
             return Outcome(slot, "failed", reason=record.reason, present=record.present)
-        payload = buffers.empty(record.nbytes, torch.uint8)
+        offer.merged = offer.merged or Upload(record.nbytes)
         try:
-            self._get(f"/slots/{slot}/result", payload, slot)
+            self._get(f"/slots/{slot}/result", offer.merged, slot)
         except Refusal as refusal:
             if refusal.kind != "gone":
                 raise
             return Outcome(slot, "behind", reason=str(refusal))
-        advance = offer.outer_step(self._merge.decode(offer.header.fragment, payload))
+        advance = offer.outer_step(self._merge.decode(offer.header.fragment, offer.merged.data))
         if f"{advance.digest} {advance.merged}" != record.digest:
             return Outcome(slot, "behind", reason="our bits differ from the hub's")
         common = {f.name: getattr(record, f.name) for f in fields(Settlement)}
@@ -381,12 +429,24 @@ class HubTransport(Transport):
 
     def _put(self, path: str, data: torch.Tensor, ranges: Any, slot: int | None = None, **query: int) -> None:
         assert self._link is not None
-        moved = lambda size: None if slot is None else self._traffic.add(slot, sent=size)
+
+        def moved(size: int) -> None:
+            if slot is None:
+                self._live()
+            else:
+                self._traffic.add(slot, sent=size)
+
         self._link.put(path, data, [(int(a), int(b)) for a, b in ranges], moved, **query)
 
-    def _get(self, path: str, into: torch.Tensor, slot: int | None = None) -> None:
+    def _get(self, path: str, into: Upload, slot: int | None = None) -> None:
         assert self._link is not None
-        moved = lambda size: None if slot is None else self._traffic.add(slot, received=size)
+
+        def moved(size: int) -> None:
+            if slot is None:
+                self._live()
+            else:
+                self._traffic.add(slot, received=size)
+
         self._link.get(path, into, moved)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
 from torchtitan_diloco.hub.tls import client_context, distrust
 from torchtitan_diloco.hub.tokens import read_token
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.listening import is_loopback
 from torchtitan_diloco.outer.policy import Member
 
@@ -109,9 +110,12 @@ class HubLink:
 
         self._each(send, ranges)
 
-    def get(self, path: str, into: torch.Tensor, moved: Callable[[int], None]) -> None:
-        """Fill a 1-D uint8 tensor. Raises Unreachable or Refusal."""
-        values = into.numpy().data
+    def get(self, path: str, into: Upload, moved: Callable[[int], None]) -> None:
+        """Fetch what is missing of it; what has come stays, whatever happens. Raises Unreachable or Refusal.
+
+        moved: is told how many bytes have come.
+        """
+        lock = threading.Lock()
 
         def fetch(start: int, stop: int) -> None:
             size = stop - start
@@ -119,10 +123,11 @@ class HubLink:
             chunk = response.content
             if len(chunk) != size or xxhash.xxh3_64_hexdigest(chunk) != response.headers.get(CHECKSUM):
                 raise Unreachable(f"{len(chunk)} bytes of {path} have come damaged")
-            values[start:stop] = chunk
+            with lock:
+                into.write(start, chunk)
             moved(size)
 
-        self._each(fetch, [(0, into.numel())])
+        self._each(fetch, into.missing())
 
     def _each(self, act: Callable[[int, int], None], ranges: Iterable[tuple[int, int]]) -> None:
         """Chunk by chunk over all connections. What was cut is tried again in smaller ones, as long as some of it arrives."""
@@ -149,6 +154,7 @@ class HubLink:
             finally:
                 for future in futures:
                     future.cancel()
+                wait(futures)  # so that none of them writes into what the next attempt reads
             if cut is not None:
                 self._chunk = max(SMALLEST_CHUNK, self._chunk // 2)
                 if len(left) == len(chunks):

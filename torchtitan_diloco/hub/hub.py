@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from torchtitan_diloco.hub.recovery import RETURN_S, Recovery, later
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.seats import Phase, Seat, Seats
 from torchtitan_diloco.hub.shelf import Arrivals, Shelf
-from torchtitan_diloco.hub.slot import Job, Open, Record
+from torchtitan_diloco.hub.slot import Job, Open, Record, can_be_weighed
 from torchtitan_diloco.hub.store import NoStore, Store
 from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, Member, call_roll
-from torchtitan_diloco.outer.state import OuterState, longer
+from torchtitan_diloco.outer.state import OuterState
 
 REMEMBERED = 256  # slots whose outcome is kept for those who ask late
 
@@ -66,13 +67,13 @@ class Hub:
         self.shelf = Shelf(now)
         self._arrivals = Arrivals()
         self._withdrawn: set[tuple[int, Member]] = set()
-        self._awaited: dict[int, str] = {}  # after a restart: islands that may hold what the store does not
+        self._recovery = Recovery(now, rules.wait_s, rules.lease_s + RETURN_S)
         found = self.store.load()
         if found is not None:
-            self.terms, self.state, self._awaited = found.terms, found.state, found.awaited
-            self.records = {record.slot: record for record in found.records}
             self._merger = found.terms.merger()
-        self._awaited_until = now() + rules.wait_s
+            self.terms, self.state = found.terms, found.state
+            self.records = {record.slot: record for record in found.records}
+            self._recovery.begin(found.state, found.records, found.members)
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -82,38 +83,46 @@ class Hub:
         "wait": for what ``why`` says. "upload": the tensors that the island has to bring. "take": the island makes the
         described state its own. Raises Refusal.
         """
-        self._agree(hello.terms)
+        self._agree(hello)
         seat = self.seats.take(hello.member, hello.started)
         if isinstance(seat, str):
             return {"status": "wait", "why": seat}
-        seat.state, seat.step = hello.state, hello.step
-        if self.state is None:
-            return self._found(seat)
-        if self._awaited:
-            return self._recover(seat)
-        if longer(hello.state, self.state.describe()) and not self.seats.members and not self.open:
-            # Nobody trains by the hub's state yet, which is that of an earlier day than this island's.
-            return self._adopt(seat)
+        if seat.phase is Phase.MEMBER:  # said a second time
+            return self._offer_state(seat)
+        seat.state, seat.step, seat.offered = hello.state, hello.step, False
+        try:
+            if self.state is None:
+                return self._found(seat)
+            if not self.seats.members and not self.open:
+                return self._resume(seat)
+        except Refusal as refusal:
+            self._drop(self.seats.leave(hello.member, str(refusal)))
+            raise
         return self._offer_state(seat)
 
     def admit(self, member: Member, slot: int) -> dict[str, Any]:
         """The island holds a state whose next slot is ``slot`` and takes part from now on. Raises Refusal."""
         seat = self.seats[member]
         self.shelf.done(member)
-        seat.slot = slot
         if seat.phase is not Phase.MEMBER:
+            if not seat.offered:
+                raise Refusal("stranger", f"island {member.island} has not been offered the run's state yet")
             seat.phase = Phase.MEMBER
-            if not seat.founder:
+            if self._recovery.back(member.island):
+                seat.first = slot
+            elif not seat.founder:
                 seat.first = max([slot, *(s + 1 for s in self.open)])
+        seat.slot = max(seat.slot, slot)
         self._arrivals.drop(member)
         self.seats.hear(member, 0.0)
         return {"step": self.step, "present": sorted(self.seats.members)}
 
-    def beat(self, member: Member, step: int, slot: int, idle_s: float) -> None:
+    def beat(self, member: Member, step: int, slot: int, idle_s: float) -> dict[str, Any]:
         """A sign of life. step: of run progress. slot: next of the state it holds. Raises Refusal."""
         seat = self.seats.hear(member, idle_s)
-        seat.step, seat.slot = step, max(seat.slot, slot)
+        seat.step, seat.slot = max(seat.step, step), max(seat.slot, slot)
         self._forget()
+        return {"member": seat.phase is Phase.MEMBER}
 
     def leave(self, member: Member, reason: str) -> None:
         """Nobody waits for this island any more. Raises Refusal."""
@@ -132,16 +141,19 @@ class Hub:
         self.shelf.tidy()
         return lost
 
-    def _agree(self, terms: Terms) -> None:
-        if self.terms is None:
-            self.terms, self._merger = terms, terms.merger()
+    def _agree(self, hello: Hello) -> None:
+        terms = hello.terms
+        if self.terms is None or (self.state is None and self.seats.only(hello.member)):
+            # Until there is a run, who is alone may change its mind: it may have been started again with other settings.
+            if terms != self.terms:
+                try:
+                    self._merger = terms.merger()
+                except (ValueError, TypeError, ArithmeticError) as error:
+                    raise Refusal("malformed", f"no hub can merge by these settings: {error}") from None
+                self.terms = terms
             return
-        if terms.run_id != self.terms.run_id:
-            raise Refusal("refused", f"this hub serves run {self.terms.run_id}, not {terms.run_id}")
-        if keys := self.terms.differences(terms):
-            mine, theirs = self.terms.settings, terms.settings
-            shown = "; ".join(f"{k}: {theirs.get(k)!r} here, {mine.get(k)!r} in the run" for k in keys)
-            raise Refusal("refused", f"the islands of a run must agree on {shown}")
+        if why := self.terms.disagreement(terms):
+            raise Refusal("refused", why)
 
     def _found(self, seat: Seat) -> dict[str, Any]:
         """The run's first state is that of the island with the longest history, once all are there."""
@@ -155,18 +167,18 @@ class Hub:
             return {"status": "wait", "why": f"island {first.member.island} to bring the run's state"}
         return self._adopt(seat)
 
-    def _recover(self, seat: Seat) -> dict[str, Any]:
-        """The store lacks what was committed last: of those who were there, somebody may hold it."""
+    def _resume(self, seat: Seat) -> dict[str, Any]:
+        """Nobody trains by the hub's state yet, which may be that of an earlier day than some island's."""
         assert self.state is not None
-        if longer(seat.state, self.state.describe()):
+        mine = self.state.describe()
+        if later(seat.state, mine):
             return self._adopt(seat)
-        self._awaited.pop(seat.member.island, None)
-        if not self._awaited or self.now() > self._awaited_until:
-            # Nobody has taken what was committed last, so it can be made again.
-            self._awaited.clear()
-            self.records = {s: r for s, r in self.records.items() if s < self.state.slot}
-        else:
-            return {"status": "wait", "why": f"islands {sorted(self._awaited)}, which may hold later state"}
+        if others := [s.member.island for s in self.seats.of(Phase.JOINING) if later(s.state, mine)]:
+            return {"status": "wait", "why": f"islands {others} to bring the later state that they hold"}
+        if awaited := self._recovery.awaits(self.state, seat.member.island):
+            return {"status": "wait", "why": f"islands {awaited}, which may hold later state"}
+        # What was committed and nobody has taken can be made again.
+        self.records = {s: r for s, r in self.records.items() if s < self.state.slot}
         return self._offer_state(seat)
 
     def _adopt(self, seat: Seat) -> dict[str, Any]:
@@ -179,25 +191,30 @@ class Hub:
         if founding:
             for founder in self.seats.of(Phase.JOINING):
                 founder.founder, founder.first = True, state.slot
-        self.state = state
-        self._awaited.clear()
+        self.state, self._merger = state, self.terms.merger()
         self.store.save(self.terms, state.copy(), list(self.records.values()))
-        return self._offer_state(seat)
+        return self._resume(seat)
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
-        self.seats[member].heard = self.now()
-        return self._arrivals.of(member, name)
+        return self._arrivals.of(self.seats[member].member, name)
 
     def _offer_state(self, seat: Seat) -> dict[str, Any]:
+        seat.offered = True
         return {"status": "take"} | self.shelve(seat.member)
 
-    def shelve(self, reader: Member) -> dict[str, Any]:
-        """The present state, described; its tensors can be had from ``shelf`` by its key. Raises Refusal."""
-        if self.state is None:
-            raise Refusal("gone", "the run has no state yet")
+    def shelve(self, member: Member) -> dict[str, Any]:
+        """The present state, described; its tensors can be had from ``shelf`` by its key. Raises Refusal.
+
+        settled: no slot is open that this island takes no part in, so it need not take the state again before its first.
+        """
+        seat = self.seats[member]
+        if not seat.offered:
+            raise Refusal("stranger", f"island {member.island} has not been offered the run's state yet")
+        assert self.state is not None
         return {
-            "key": self.shelf.put(self.state, reader),
+            "settled": not any(number < seat.first for number in self.open),
+            "key": self.shelf.put(self.state, member),
             "state": self.state.describe(),
             "tensors": sorted(self.state.tensors()),
             "step": self.step,
@@ -211,11 +228,12 @@ class Hub:
             (seat.step for seat in self.seats.of(Phase.MEMBER) + self.seats.of(Phase.JOINING)), default=0
         )
 
-    def _members(self) -> dict[int, str]:
-        return {island: seat.member.incarnation for island, seat in self.seats.members.items()}
+    def _members(self) -> list[int]:
+        return sorted(self.seats.members.keys() | self._recovery.returning)
 
     def _drop(self, seat: Seat) -> None:
         self._arrivals.drop(seat.member)
+        self._recovery.back(seat.member.island)
         for slot in self.open.values():
             slot.drop(seat.member)
         self.open = {number: slot for number, slot in self.open.items() if slot.headers or slot.merging}
@@ -227,10 +245,14 @@ class Hub:
     def announce(self, member: Member, header: Header) -> dict[str, Any]:
         """What an island says about its contribution to a slot. Returns what ``outcome`` does. Raises Refusal."""
         seat = self._member(member)
-        assert self.state is not None
+        assert self.state is not None and self.terms is not None
         if header.island != member.island:
             raise Refusal("malformed", f"the header is island {header.island}'s")
-        if not header.slot >= 0 or header.fragment != header.slot % len(self.state.states):
+        if not 0 <= header.slot < self.terms.clock().slots:
+            raise Refusal(
+                "malformed", f"the run has {self.terms.clock().slots} slots, none of number {header.slot}"
+            )
+        if header.fragment != header.slot % len(self.state.states):
             raise Refusal(
                 "malformed", f"slot {header.slot} exchanges another fragment than {header.fragment}"
             )
@@ -238,7 +260,7 @@ class Hub:
         if header.slot >= self.state.slot and header.slot not in self.records:
             slot = self.open.setdefault(header.slot, Open(header.slot, header.fragment, self.now()))
             if slot.roll is None:
-                slot.headers[member] = header
+                slot.hear(member, header)
                 self._look()
         return self.outcome(seat.member, header.slot)
 
@@ -326,7 +348,8 @@ class Hub:
         """Islands that the roll waits for."""
         heard = {member.island for member in slot.headers}
         gone_on = {member.island for number, member in self._withdrawn if number == slot.slot}
-        return [i for i in self.seats.awaited(slot.slot) if i not in heard | gone_on]
+        awaited = self._recovery.returning | set(self.seats.awaited(slot.slot))
+        return sorted(awaited - heard - gone_on)
 
     def _look(self) -> None:
         """Call the roll of the oldest open slot, if everybody has said something; slots are settled in their order."""
@@ -337,7 +360,7 @@ class Hub:
             self._call(slot)
 
     def _call(self, slot: Open) -> None:
-        assert self.state is not None
+        assert self.state is not None and self.terms is not None
         held = self.state.states[slot.fragment]
         headers = slot.by_island()
         current = {
@@ -347,9 +370,12 @@ class Hub:
         }
         slot.behind = tuple(sorted(headers.keys() - current.keys()))
         slot.roll = call_roll(current) if current else None
-        if slot.roll is not None and slot.roll.contributors:
+        contributors = slot.roll.contributors if slot.roll else ()
+        if can_be_weighed([current[i] for i in contributors], self.terms.settings["semi_sync.merge.weight"]):
             return
-        if any(h.finite for h in current.values()):
+        if contributors:
+            reason = "the contributors have no tokens to be weighed by"
+        elif any(h.finite for h in current.values()):
             reason = "no island has made a step since it last applied the fragment"
         else:
             reason = "no delta is finite" if current else "no island holds the run's anchor"
@@ -363,12 +389,13 @@ class Hub:
         if slot.roll is None or slot.uploading():
             return None
         slot.merging = True
-        payloads = {m.island: upload.data for m, upload in slot.uploads.items()}
-        headers = slot.by_island()
-        contributions = [
-            Contribution(i, headers[i].steps, headers[i].tokens, payloads[i], spare=True)
-            for i in slot.roll.contributors
-        ]
+        of = {member.island: member for member in slot.headers}
+        contributions = []
+        for member in (of[island] for island in slot.roll.contributors):
+            header, payload = slot.headers[member], slot.uploads[member].data
+            contributions.append(
+                Contribution(member.island, header.steps, header.tokens, payload, spare=True)
+            )
         slot.uploads = {}
         step = self.state.outer_step(slot.fragment, slot.slot)
         return Job(slot.slot, slot.fragment, contributions, self._merger, step)

@@ -26,7 +26,7 @@ class Seat:
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
     next of its published state. first: the slot from which on others wait for it. founder: they do so though it has not
-    been admitted yet. state: what it came with.
+    been admitted yet. offered: it was told to take the run's state. state: what it came with.
     """
 
     member: Member
@@ -38,6 +38,7 @@ class Seat:
     slot: int = 0
     first: int = 0
     founder: bool = False
+    offered: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
 
@@ -133,6 +134,10 @@ class Seats:
             raise Refusal("gone", f"island {island} has no seat")
         seat.phase, seat.why = Phase.EVICTED, f"an operator has evicted island {island}"
         return seat
+
+    def only(self, member: Member) -> bool:
+        """Whether no other island is there."""
+        return all(s.phase not in PRESENT or s.member.island == member.island for s in self._seats.values())
 
     def all(self) -> list[Seat]:
         """Of every island that was ever here, in the order of their numbers."""

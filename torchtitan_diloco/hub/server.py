@@ -51,6 +51,7 @@ class HubServer:
                 log_level="warning",
                 access_log=False,
                 ws="none",
+                proxy_headers=False,  # whoever asks could name another address than its own
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )

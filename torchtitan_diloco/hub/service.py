@@ -6,7 +6,6 @@ with a checksum, over as many connections as the island likes.
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import xxhash
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -28,6 +28,7 @@ from torchtitan_diloco.hub.status import status_of
 from torchtitan_diloco.hub.store import Fenced
 from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.hub.wellformed import LARGEST, described, message, natural, whole
 from torchtitan_diloco.outer.policy import Header, Member
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ CHUNK_LIMIT = 16 << 20  # bytes of bulk in one request
 PIECE = 256 << 10  # bytes that are handed to a connection at once
 LONGEST_POLL_S = 20.0  # proxies cut connections that are silent for longer
 TICK_S = 0.25
+REASON_LIMIT = 2000  # characters
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -66,11 +68,11 @@ class Service:
             ("GET", "/state", self._state),
             ("GET", "/state/{key}/{name}", self._tensor),
             ("PUT", "/state/{name}", self._bring),
-            ("POST", "/slots/{slot:int}/header", self._header),
-            ("PUT", "/slots/{slot:int}/payload", self._upload),
-            ("GET", "/slots/{slot:int}/outcome", self._outcome),
-            ("GET", "/slots/{slot:int}/result", self._result),
-            ("POST", "/slots/{slot:int}/withdraw", self._withdraw),
+            ("POST", "/slots/{slot}/header", self._header),
+            ("PUT", "/slots/{slot}/payload", self._upload),
+            ("GET", "/slots/{slot}/outcome", self._outcome),
+            ("GET", "/slots/{slot}/result", self._result),
+            ("POST", "/slots/{slot}/withdraw", self._withdraw),
         ]
         others = [
             ("GET", "/status", self._status, READERS),
@@ -82,6 +84,7 @@ class Service:
                 for how, path, handler, who in [*((*route, ISLANDS) for route in routes), *others]
             ],
             lifespan=self._lifespan,
+            exception_handlers={HTTPException: self._no_endpoint},
         )
 
     @contextlib.asynccontextmanager
@@ -93,9 +96,13 @@ class Service:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for seat in self.hub.tick():
-                logger.warning("island %d is gone: %s", seat.member.island, seat.why)
-            await self._changed()
+            try:
+                for seat in self.hub.tick():
+                    logger.warning("island %d is gone: %s", seat.member.island, seat.why)
+                await self._changed()
+            except BaseException as error:
+                self._stop(error)
+                raise
 
     # ---- every request ---------------------------------------------------------------------------------------------
 
@@ -107,49 +114,48 @@ class Service:
                 raise Refusal("refused", f"this hub serves run {self._run_id}")
             response = await handler(request)
         except Refusal as refusal:
-            response = JSONResponse(
-                {"error": str(refusal), "kind": refusal.kind}, status_code=STATUS[refusal.kind]
-            )
+            response = problem(str(refusal), refusal.kind, STATUS[refusal.kind])
             if isinstance(refusal, Busy):
                 response.headers["retry-after"] = str(math.ceil(refusal.retry_s))
         except ClientDisconnect:
-            response = Response(status_code=400)
-        except Fenced as fenced:
-            self._stop(fenced)
-            response = JSONResponse({"error": str(fenced), "kind": "fenced"}, status_code=503)
+            response = problem("the request was cut off", "malformed", 400)
+        except (Fenced, OSError) as error:  # nothing can be made durable any more
+            self._stop(error)
+            response = problem(str(error), "broken", 503)
         response.headers[EPOCH] = str(self.hub.store.epoch)
         return response
 
+    async def _no_endpoint(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        reason = f"the hub has no {request.method} {request.url.path}"
+        return problem(reason, "malformed", error.status_code, {EPOCH: str(self.hub.store.epoch)})
+
     def _member(self, request: Request) -> Member:
-        try:
-            return Member(int(request.headers[ISLAND]), request.headers[INCARNATION])
-        except (KeyError, ValueError):
-            raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks") from None
+        island, incarnation = request.headers.get(ISLAND, ""), request.headers.get(INCARNATION, "")
+        if not 0 < len(incarnation) < 200:
+            raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks")
+        return Member(whole(island, f"the header {ISLAND}"), incarnation)
 
     def _length(self, request: Request, limit: int) -> int:
         """Of the body, which is not read yet. Raises Refusal."""
-        length = request.headers.get("content-length", "")
-        if not length.isascii() or not length.isdigit() or int(length) > limit:
-            raise Refusal(
-                "malformed", f"a body of this request says its length, which is at most {limit} bytes"
-            )
-        return int(length)
+        length = whole(request.headers.get("content-length", ""), "the length of the body")
+        if length > limit:
+            raise Refusal("malformed", f"a body of this request has at most {limit} bytes, not {length}")
+        return length
 
     async def _body(self, request: Request, limit: int) -> bytes:
         """All of it, or nothing: a body that was cut off is none. Raises Refusal."""
-        length, body = self._length(request, limit), await request.body()
+        length, body = self._length(request, limit), bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > length:
+                break
         if len(body) != length:
-            raise Refusal("malformed", f"the body ends after {len(body)} of {length} bytes")
-        return body
+            raise Refusal("malformed", f"the body has not the {length} bytes that it says, but {len(body)}")
+        return bytes(body)
 
     async def _json(self, request: Request) -> dict[str, Any]:
-        try:
-            data = json.loads(await self._body(request, MESSAGE_LIMIT))
-        except (ValueError, RecursionError) as error:
-            raise Refusal("malformed", f"the body is no JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise Refusal("malformed", "the body is no JSON object")
-        return data
+        return message(await self._body(request, MESSAGE_LIMIT))
 
     async def _changed(self) -> None:
         """Something has happened in the hub: start what it can do now, and tell those who wait."""
@@ -177,8 +183,11 @@ class Service:
         try:
             terms = Terms.from_json({**data["terms"], "run_id": self._run_id})
             state = described(data["state"], len(terms.sizes))
-            hello = Hello(member, float(data["started"]), terms, int(data["step"]), state)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            started = data["started"]
+            if type(started) not in (int, float) or not 0 <= started < LARGEST:
+                raise ValueError(f"started is {started!r}")
+            hello = Hello(member, float(started), terms, natural(data, "step"), state)
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise Refusal("malformed", f"not a hello: {error!r}") from None
         reply = self.hub.join(hello)
         await self._changed()
@@ -195,8 +204,8 @@ class Service:
         idle = data.get("idle_s")
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 <= idle < 1e9:
             raise Refusal("malformed", f"idle_s is {idle!r}")
-        self.hub.beat(self._member(request), natural(data, "step"), natural(data, "slot"), float(idle))
-        return JSONResponse({})
+        member, step, slot = self._member(request), natural(data, "step"), natural(data, "slot")
+        return JSONResponse(self.hub.beat(member, step, slot, float(idle)))
 
     async def _leave(self, request: Request) -> Response:
         data = await self._json(request)
@@ -236,11 +245,13 @@ class Service:
         try:
             where().check(offset, size)
             async for piece in request.stream():
-                # Asked again with every piece: the same chunk may have come another way, and be in use.
-                where().put(at, piece, offset + size)
                 at += len(piece)
+                if at > offset + size:
+                    break
+                # Asked again with every piece: the same chunk may have come another way, and be in use.
+                where().put(at - len(piece), piece)
             if at != offset + size:
-                raise Refusal("malformed", f"the chunk ends after {at - offset} of {size} bytes")
+                raise Refusal("malformed", f"the body has not the {size} bytes that it says, but {at - offset}")
             # Of what lies there: a damaged copy of this chunk may have come over another connection meanwhile.
             if where().checksum(offset, at) != request.headers.get(CHECKSUM):
                 raise Refusal("malformed", f"the chunk at {offset} does not match its checksum")
@@ -252,11 +263,13 @@ class Service:
     # ---- slots -----------------------------------------------------------------------------------------------------
 
     async def _header(self, request: Request) -> Response:
-        slot, data = request.path_params["slot"], await self._json(request)
+        slot, data = number_of(request), await self._json(request)
         try:
             header = Header.from_json(data)
             if header.slot != slot:
                 raise ValueError(f"it is of slot {header.slot}")
+            for name in ("island", "version", "tokens_total", "steps", "tokens"):
+                natural(data, name)
         except (ValueError, TypeError) as error:
             raise Refusal("malformed", f"not a header: {error}") from None
         reply = self.hub.announce(self._member(request), header)
@@ -264,16 +277,14 @@ class Service:
         return JSONResponse(reply)
 
     async def _upload(self, request: Request) -> Response:
-        where = partial(
-            self.hub.upload, self._member(request), request.path_params["slot"], query(request, "of")
-        )
+        where = partial(self.hub.upload, self._member(request), number_of(request), query(request, "of"))
         response = await self._take(request, where)
         await self._changed()
         return response
 
     async def _outcome(self, request: Request) -> Response:
         """Answers at once when the slot is settled or waits for this island, else when it is, or after a while."""
-        member, slot = self._member(request), request.path_params["slot"]
+        member, slot = self._member(request), number_of(request)
         seconds = min(query(request, "wait"), LONGEST_POLL_S)
         outcome = lambda: self.hub.outcome(member, slot)
         deadline = asyncio.get_running_loop().time() + seconds
@@ -287,10 +298,10 @@ class Service:
         return JSONResponse(reply)
 
     async def _result(self, request: Request) -> Response:
-        return chunk_of(request, self.hub.payload(self._member(request), request.path_params["slot"]))
+        return chunk_of(request, self.hub.payload(self._member(request), number_of(request)))
 
     async def _withdraw(self, request: Request) -> Response:
-        reply = self.hub.withdraw(self._member(request), request.path_params["slot"])
+        reply = self.hub.withdraw(self._member(request), number_of(request))
         await self._changed()
         return JSONResponse(reply)
 
@@ -313,31 +324,15 @@ async def in_pieces(chunk: memoryview) -> AsyncIterator[memoryview]:
 
 def query(request: Request, name: str) -> int:
     """Raises Refusal unless it is a natural number."""
-    text = request.query_params.get(name, "")
-    if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise Refusal("malformed", f"{name} is {text!r}")
-    return int(text)
+    return whole(request.query_params.get(name, ""), name)
 
 
-def natural(data: dict[str, Any], name: str) -> int:
-    """Raises Refusal unless it is a natural number."""
-    value = data.get(name)
-    if type(value) is not int or value < 0:
-        raise Refusal("malformed", f"{name} is {value!r}")
-    return value
+def number_of(request: Request) -> int:
+    """The slot. Raises Refusal."""
+    return whole(request.path_params["slot"], "the slot")
 
 
-def described(state: Any, fragments: int) -> dict[str, Any]:
-    """A description as ``OuterState.describe`` gives it. Raises ValueError or TypeError."""
-    entries = state["fragments"]
-    if len(entries) != fragments:
-        raise ValueError(f"a state of {len(entries)} fragments, where the run has {fragments}")
-    for entry in entries:
-        for name, kind in (("version", int), ("tokens", int), ("lineage", str), ("digest", str)):
-            if type(entry[name]) is not kind:
-                raise ValueError(f"{name} is {entry[name]!r}")
-    if type(state["slot"]) is not int or not isinstance(state["positions"], dict):
-        raise ValueError("slot or positions of the state are malformed")
-    if not isinstance(state["members"], dict):
-        raise ValueError("members of the state are malformed")
-    return dict(state)
+def problem(reason: str, kind: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    # Whatever may stand in a reason, it has to arrive.
+    shown = reason[:REASON_LIMIT].encode(errors="replace").decode()
+    return JSONResponse({"error": shown, "kind": kind}, status_code=status, headers=headers)

@@ -32,7 +32,7 @@ class Shelf:
         self._read[key] = self._now()
         self._readers[reader] = key
         while len(self._states) > SHELVED:
-            del self._states[next(iter(self._states))]
+            del self._states[min(self._states, key=self._read.__getitem__)]
         return key
 
     def done(self, reader: Member) -> None:

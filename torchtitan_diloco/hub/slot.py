@@ -1,13 +1,13 @@
 """One slot on the hub, from its first header to its outcome."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from torchtitan_diloco.hub.upload import Upload
-from torchtitan_diloco.outer.merge import Contribution, Merged
+from torchtitan_diloco.outer.merge import Contribution, Merged, Weight, weights
 from torchtitan_diloco.outer.merger import Merger
 from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member, Roll
@@ -57,6 +57,13 @@ class Open:
     behind: tuple[int, ...] = ()
     merging: bool = False
 
+    def hear(self, member: Member, header: Header) -> None:
+        """What an island says takes the place of what an earlier start of it has said."""
+        for earlier in [m for m in self.headers if m.island == member.island and m != member]:
+            del self.headers[earlier]
+            self.uploads.pop(earlier, None)
+        self.headers[member] = header
+
     def drop(self, member: Member) -> bool:
         """Without what this member has said, unless its contribution is here already; whether that changed anything."""
         if self.merging or member not in self.headers:
@@ -76,8 +83,16 @@ class Open:
     def uploading(self) -> list[int]:
         """Contributors whose payload is not all here."""
         assert self.roll is not None
-        done = {m.island for m, upload in self.uploads.items() if upload.complete}
+        done = {m.island for m, upload in self.uploads.items() if upload.complete and m in self.headers}
         return [i for i in self.roll.contributors if i not in done]
+
+
+def can_be_weighed(headers: Sequence[Header], kind: Weight) -> bool:
+    try:
+        weights([(header.steps, header.tokens) for header in headers], kind)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(slots=True)

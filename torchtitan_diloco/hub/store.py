@@ -1,8 +1,8 @@
 """The hub's durable state: immutable files of tensors, a manifest that names a consistent set of them, and a journal.
 
-    epoch            how often a hub was started on this folder; one that finds a higher number than its own stops
-    journal.jsonl    a line for every settled slot, on the disk before any island can learn of it
-    state.json       the manifest: terms, outer state, files with length and checksum
+    epoch            of the hub that was started last on this folder; one that finds another than its own stops
+    journal.jsonl    a line for every settled slot, with its checksum, on the disk before any island can learn of it
+    state.json       the manifest: terms, outer state, files with length and checksum, and a checksum of its own
     parts/           anchor and momentum of each fragment, one file for each version
 
 What the journal has and the manifest has not, because the tensors were still on their way to the disk, some island may
@@ -12,7 +12,9 @@ hold; whom to ask is in the journal as well.
 import json
 import logging
 import os
+import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,21 +32,25 @@ from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+CHECKSUM = "xxh3_128"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an earlier hub has left. awaited: island -> incarnation, of those who may hold later state than this."""
+    """What an earlier hub has left. records: of slots at which the state has not arrived as well, committed ones last.
+
+    members: islands that were in the run when it last settled a slot; they may hold later state than this.
+    """
 
     terms: Terms
     state: OuterState
     records: list[Record] = field(default_factory=list)
-    awaited: dict[int, str] = field(default_factory=dict)
+    members: tuple[int, ...] = ()
 
 
 class Store(ABC):
-    """epoch: of this hub; higher than that of any before it."""
+    """epoch: of this hub; higher than that of any before it, whatever has become of their folder."""
 
     epoch = 0
 
@@ -52,12 +58,12 @@ class Store(ABC):
     def load(self) -> Found | None: ...
 
     @abstractmethod
-    def commit(self, record: Record, members: Mapping[int, str]) -> None:
+    def commit(self, record: Record, members: Sequence[int]) -> None:
         """A slot is settled. It is on the disk when this returns. Raises Fenced."""
 
     @abstractmethod
     def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
-        """The state as it is now; written in the background, and only as far as it is not there yet."""
+        """The state as it is now; written in the background, and only as far as it is not there yet. Raises Fenced."""
 
     @abstractmethod
     def close(self) -> None:
@@ -70,7 +76,7 @@ class NoStore(Store):
     def load(self) -> Found | None:
         return None
 
-    def commit(self, record: Record, members: Mapping[int, str]) -> None:
+    def commit(self, record: Record, members: Sequence[int]) -> None:
         pass
 
     def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
@@ -93,8 +99,12 @@ class FileStore(Store):
         self._every = every
         try:
             self._parts.mkdir(parents=True, exist_ok=True)
-            self.epoch = self._last_epoch() + 1
-            replace(folder / "epoch", f"{self.epoch}\n".encode())
+            # By the clock as well: islands that have seen an epoch take none below it, even from an empty folder.
+            self.epoch = max(self._last_epoch() + 1, int(time.time()))
+            # Of two hubs that start at once, the one whose word stays there goes on.
+            self._mine = f"{self.epoch} {secrets.token_hex(8)}\n"
+            replace(folder / "epoch", self._mine.encode())
+            self._lines = self._read_journal()
             self._journal = open(folder / "journal.jsonl", "ab")  # noqa: SIM115 - open as long as the hub is
         except OSError as error:
             raise UserError(
@@ -111,18 +121,20 @@ class FileStore(Store):
         self._thread.start()
 
     def _last_epoch(self) -> int:
+        path = self._folder / "epoch"
         try:
-            return int((self._folder / "epoch").read_text())
+            return int(path.read_bytes().split()[0])
         except FileNotFoundError:
             return 0
-        except ValueError:
+        except (ValueError, IndexError):
             raise UserError(
-                f"{self._folder / 'epoch'} is damaged; write a number into it that is higher than any before"
+                f"{path} is damaged; remove it, and make sure that no other hub runs there"
             ) from None
 
     def _check_epoch(self) -> None:
-        if self._last_epoch() != self.epoch:
-            raise Fenced(f"another hub, number {self._last_epoch()}, was started on {self._folder}")
+        if (found := (self._folder / "epoch").read_bytes()) != self._mine.encode():
+            who = found.decode(errors="replace").partition(" ")[0]
+            raise Fenced(f"another hub, number {who}, was started on {self._folder}")
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -133,9 +145,8 @@ class FileStore(Store):
             not manifest.exists()
         ):  # whatever the run's state is, the islands that found it anew bring it with them
             return None
-        lines = self._read_journal()
         try:
-            data = json.loads(manifest.read_bytes())
+            data = _checked(manifest.read_bytes())
             if data["format"] != FORMAT:
                 raise ValueError(f"it has format {data['format']!r}, this version reads {FORMAT}")
             terms = Terms.from_json(data["terms"])
@@ -153,45 +164,55 @@ class FileStore(Store):
             if path.name not in self._known:
                 path.unlink()
         self._versions = sum(held.version for held in state.states)
-        awaited: dict[int, str] = {}
-        for line in lines:
+        members = tuple(range(terms.islands))
+        for line in self._lines:
             record = Record.from_json(line["record"])
-            records[record.slot] = record
-            if record.slot < state.slot:
-                continue
-            if record.status == "failed" and not awaited:
-                state.fail(record.slot)
-            elif record.status == "committed":
-                awaited |= _members(line)
-        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), awaited)
+            members = tuple(line["members"])
+            if record.slot >= state.slot or record.slot in records:
+                records[record.slot] = record
+        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), members)
 
     def _read_journal(self) -> list[dict[str, Any]]:
+        """A last line that was cut off is removed: nobody has learnt of its slot. Raises UserError for any other damage."""
+        path = self._folder / "journal.jsonl"
+        content = path.read_bytes() if path.exists() else b""
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            logger.warning("%s: its last line was cut off, as when a hub is killed; it is removed", path)
+            os.truncate(path, whole)
         lines = []
-        for number, line in enumerate((self._folder / "journal.jsonl").read_bytes().splitlines(), 1):
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                lines.append(json.loads(line))
-            except ValueError:
-                # The last one may have been cut off: nobody has learnt of its slot then.
-                logger.warning("%s: line %d is cut off", self._folder / "journal.jsonl", number)
+                lines.append(_checked(line))
+            except ValueError as error:
+                raise UserError(
+                    f"{path} is damaged in line {number}: {error}; restore the folder from a copy, or move it away and "
+                    "start the hub without it: islands bring the run's state with them"
+                ) from None
         return lines
 
     def _read_part(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        with open(self._parts / entry["file"], "rb") as file:
-            tensor, _ = stream.read(name, iter(lambda: file.read(stream.PIECE), b""))
-        if _checksum(tensor) != entry["xxh3_128"]:
-            raise ValueError(f"{entry['file']} is damaged")
+        path = self._parts / entry["file"]
+        try:
+            with open(path, "rb") as file:
+                tensor, _ = stream.read(name, iter(lambda: file.read(stream.PIECE), b""))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if _checksum(tensor) != entry[CHECKSUM]:
+            raise ValueError(f"{path} is damaged: it does not match its checksum")
         return tensor
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def commit(self, record: Record, members: Mapping[int, str]) -> None:
+    def commit(self, record: Record, members: Sequence[int]) -> None:
         self._check_epoch()
-        line = {"record": record.to_json(), "members": dict(members)}
-        self._journal.write(json.dumps(line).encode() + b"\n")
+        self._journal.write(_with_checksum({"record": record.to_json(), "members": list(members)}) + b"\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
+        self._check_epoch()  # a hub that was started meanwhile may have read the journal without this line
 
     def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
+        self._check_epoch()
         versions = sum(held.version for held in state.states)
         if 0 <= versions - self._versions < self._every and self._versions >= 0:
             return
@@ -202,7 +223,9 @@ class FileStore(Store):
                 raise self._fault
             for name, tensor in state.tensors().items():
                 held = state.states[int(name.rpartition(".")[2])]
-                files[name] = f"{name}-v{held.version}-{held.digest[:16]}.safetensors"
+                # Where two histories meet in the same anchor, their momentum may differ.
+                history = xxhash.xxh3_64_hexdigest((held.lineage + held.digest).encode())
+                files[name] = f"{name}-v{held.version}-{history}.safetensors"
                 if files[name] not in self._known:
                     self._unwritten[files[name]] = name, tensor
             self._pending = {
@@ -246,7 +269,7 @@ class FileStore(Store):
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(self._parts / file)
-        entry = {"file": file, "bytes": stream.length(name, tensor), "xxh3_128": _checksum(tensor)}
+        entry = {"file": file, "bytes": stream.length(name, tensor), CHECKSUM: _checksum(tensor)}
         with self._news:
             self._known[file] = entry
             self._unwritten.pop(file, None)
@@ -256,12 +279,12 @@ class FileStore(Store):
         manifest["files"] = {name: self._known[file] for name, file in manifest["files"].items()}
         _sync_folder(self._parts)
         self._check_epoch()
-        replace(self._folder / "state.json", json.dumps(manifest).encode())
+        replace(self._folder / "state.json", _with_checksum(manifest))
         kept = {entry["file"] for entry in manifest["files"].values()}
         with self._news:
-            gone = (
-                self._known.keys() - kept - ({*self._pending["files"].values()} if self._pending else set())
-            )
+            if self._pending is not None:
+                kept |= set(self._pending["files"].values())
+            gone = self._known.keys() - kept
             self._known = {file: entry for file, entry in self._known.items() if file not in gone}
         for file in gone:
             (self._parts / file).unlink(missing_ok=True)
@@ -297,5 +320,18 @@ def _checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.numpy().view("uint8").data)
 
 
-def _members(line: Mapping[str, Any]) -> dict[int, str]:
-    return {int(island): str(incarnation) for island, incarnation in line["members"].items()}
+def _with_checksum(content: dict[str, Any]) -> bytes:
+    """A line of JSON that says what the rest of it has to be."""
+    return json.dumps({**content, CHECKSUM: xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}).encode()
+
+
+def _checked(line: bytes) -> dict[str, Any]:
+    """What ``_with_checksum`` was given. Raises ValueError for anything but its exact bytes."""
+    content = json.loads(line)
+    if (
+        not isinstance(content, dict)
+        or content.pop(CHECKSUM, None) is None
+        or _with_checksum(content) != line
+    ):
+        raise ValueError("it does not match its checksum")
+    return content

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from torchtitan_diloco.outer.codec import Codec, make_codec
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
+from torchtitan_diloco.outer.merge import Weight
 from torchtitan_diloco.outer.merger import Merger
 from torchtitan_diloco.outer.optimizer import OuterSGD, Schedule
 from torchtitan_diloco.outer.slices import count_for
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import FragmentState, OuterState
+
+MOST_FRAGMENTS, MOST_VALUES = 10_000, 1 << 40
 
 HUB = -1
 """In the place of an island's number, where the hub encodes."""
@@ -99,14 +102,35 @@ class Terms:
                 tuple(int(size) for size in data["sizes"]),
                 bool(data["hand_over"]),
             )
-            if not terms.sizes or min(terms.sizes) < 1 or terms.islands < 1:
-                raise ValueError(f"fragments of {list(terms.sizes)} values, {terms.islands} islands")
+            if not 1 <= len(terms.sizes) <= MOST_FRAGMENTS or min(terms.sizes) < 1 or terms.islands < 1:
+                raise ValueError(f"{len(terms.sizes)} fragments, {terms.islands} islands")
+            if sum(terms.sizes) > MOST_VALUES:
+                raise ValueError(f"a model of {sum(terms.sizes)} values")
+            for name in ("semi_sync.num_islands", "semi_sync.sync_every", "training.steps"):
+                if type(terms.settings[name]) is not int or not 1 <= terms.settings[name] < 1 << 53:
+                    raise ValueError(f"{name} is {terms.settings[name]!r}")
+            for name in ("lr", "momentum", "min_lr_factor"):
+                value = terms.settings[f"semi_sync.outer.{name}"]
+                if type(value) not in (int, float) or not abs(value) < 1e9:
+                    raise ValueError(f"semi_sync.outer.{name} is {value!r}")
+            if terms.settings["semi_sync.outer.schedule"] not in ("constant", "linear", "cosine"):
+                raise ValueError(f"schedule {terms.settings['semi_sync.outer.schedule']!r}")
+            if terms.settings["semi_sync.merge.weight"] not in get_args(Weight):
+                raise ValueError(f"weight {terms.settings['semi_sync.merge.weight']!r}")
             if terms.settings["semi_sync.merge.method"] != "mean":
                 raise ValueError(f"merge rule {terms.settings['semi_sync.merge.method']!r}")
-            terms._codec, terms.optimizer()
-        except (KeyError, TypeError, AttributeError) as error:
+            terms.clock(), terms._codec, terms.optimizer()
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the run's settings are malformed: {error!r}") from error
         return terms
+
+    def disagreement(self, other: "Terms") -> str:
+        """Why an island with the other terms cannot be in this run; empty when it can."""
+        if other.run_id != self.run_id:
+            return f"this hub serves run {self.run_id}, not {other.run_id}"
+        mine, theirs = self.settings, other.settings
+        shown = [f"{k}: {theirs.get(k)!r} here, {mine.get(k)!r} in the run" for k in self.differences(other)]
+        return f"the islands of a run must agree on {'; '.join(shown)}" if shown else ""
 
     def differences(self, other: "Terms") -> list[str]:
         """Keys in which islands of this and of the other terms cannot be in one run."""

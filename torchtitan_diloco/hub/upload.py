@@ -3,6 +3,7 @@
 import torch
 import xxhash
 
+from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.outer import buffers
 
 
@@ -10,8 +11,12 @@ class Upload:
     """A payload or tensor in the making. One thread at a time may use it."""
 
     def __init__(self, nbytes: int) -> None:
+        """Raises Refusal when there is no memory for it."""
         self.nbytes = nbytes
-        self.data = buffers.empty(nbytes, torch.uint8)
+        try:
+            self.data = buffers.empty(nbytes, torch.uint8)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise Refusal("refused", f"the hub has no memory for {nbytes} bytes: {error}") from None
         self._here: list[tuple[int, int]] = []  # ranges that have arrived: sorted, apart from one another
 
     def check(self, offset: int, size: int) -> None:
@@ -19,14 +24,20 @@ class Upload:
         if not 0 <= offset < offset + size <= self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + size} lie outside of {self.nbytes}")
 
-    def put(self, offset: int, piece: bytes | memoryview, limit: int) -> None:
-        """A piece of a chunk that ends at ``limit``; it counts from ``add`` on. What counts already stays as it is.
+    def write(self, offset: int, chunk: bytes | memoryview) -> None:
+        """A whole chunk that was checked. Raises ValueError when it lies outside."""
+        if chunk:
+            self.put(offset, chunk)
+            self.add(offset, offset + len(chunk))
+
+    def put(self, offset: int, piece: bytes | memoryview) -> None:
+        """A piece of a chunk; it counts from ``add`` on. What counts already stays as it is.
 
         Raises ValueError when it lies outside.
         """
         stop = offset + len(piece)
-        if not 0 <= offset <= stop <= min(limit, self.nbytes):
-            raise ValueError(f"bytes {offset} to {stop} lie outside of {min(limit, self.nbytes)}")
+        if not 0 <= offset <= stop <= self.nbytes:
+            raise ValueError(f"bytes {offset} to {stop} lie outside of {self.nbytes}")
         target = self.data.numpy().data
         for start, end in self.missing():
             low, high = max(offset, start), min(stop, end)

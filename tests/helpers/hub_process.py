@@ -1,0 +1,54 @@
+"""A hub as users start it, in a process of its own that can be killed and started again on the same port and folder."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.hub_islands import RUN
+
+REPO = Path(__file__).parents[2]
+
+
+class HubProcess:
+    """settings: of [syncer]."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._folder, self.port = folder, 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = folder / "hub.log"
+        lines = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
+        (folder / "run.toml").write_text(
+            f'[job]\nname = "{RUN}"\ndump_folder = "{folder}"\n[syncer]\n{lines}'
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, seconds: float = 60.0) -> None:
+        """It listens when this returns."""
+        port_file = self._folder / "port"
+        port_file.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "torchtitan_diloco", "syncer", str(self._folder / "run.toml")),
+            *("--syncer.bind", f"127.0.0.1:{self.port}", "--port-file", str(port_file)),
+        ]
+        with open(self.log, "ab") as log:
+            environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                command, cwd=self._folder, env=environment, stdout=log, stderr=log
+            )
+        end = time.monotonic() + seconds
+        while not port_file.exists():
+            assert self._process.poll() is None and time.monotonic() < end, self.log.read_text()[-3000:]
+            time.sleep(0.02)
+        self.port = int(port_file.read_text())
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
