@@ -120,7 +120,8 @@ def test_fr27_the_hub_dies_in_the_middle_of_a_heal(bench: Bench) -> None:
     assert not healing.is_alive()
     assert_same_state(joiner, bench.founders[0])
     whole = sum(-(-4 * size // CHUNK) for size in SIZES) * 2
-    assert sum(bench.chunks.values()) <= whole + 1 and before >= whole // 2 - 1
+    # Both connections may have asked twice for a chunk before the hub was back.
+    assert sum(bench.chunks.values()) <= whole + 4 and before >= whole // 2 - 1
     joiner.transport.leave("done")
 
 
