@@ -70,6 +70,7 @@ class HubIsland:
     incarnation: str = "a"
     started: float = 0.0
     transport_config: TransportConfig | None = None
+    transport_class: type[HubTransport] = HubTransport
     patience_s: float = 60.0
     steps: int = 4000
     state: OuterState = field(init=False)
@@ -85,7 +86,7 @@ class HubIsland:
         )
         self.wire = Wire(self.codec, MergeConfig(), fragments, RUN, self.island, self.islands)
         transport = self.transport_config or TransportConfig(kind="hub", urls=self.urls, streams=2)
-        self.transport = HubTransport(
+        self.transport = self.transport_class(
             IslandConfig(id=self.island), LighthouseConfig(patience_s=self.patience_s, heartbeat_interval_s=0.1),
             transport, self.wire.merge,
         )  # fmt: skip

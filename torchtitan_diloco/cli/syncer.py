@@ -63,6 +63,8 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
         rules,
         folder_of(config),
         config.syncer.save_every,
+        [Path(folder) for folder in config.syncer.spools],
+        config.syncer.spool_timeout_s,
     )
     logging.info("the hub of run %s listens on %s", config.job.name, server.url)
     if port_file is not None:

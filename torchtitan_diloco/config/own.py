@@ -103,6 +103,8 @@ class TransportConfig:
     """Connections that each fragment's bulk is dealt to, between two islands (gloo) or to the hub; absent = 1 or 8."""
     urls: list[str] = field(default_factory=list)
     """With "hub", its addresses, `http://HOST:PORT` each; `run` starts one and fills this in."""
+    dir: str = ""
+    """With "spool", the folder of the exchanged files, on a file system that all machines of the island see."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,6 +123,10 @@ class SyncerConfig:
     """Time without life in an island's training loop after which it counts as gone, however well it beats."""
     wait_s: float = 3600.0
     """From the first island that is ready for a slot until the slot goes on without those that are not."""
+    spools: list[str] = field(default_factory=list)
+    """Folders, mirrored from and to the `transport.dir` of islands with `transport.kind = "spool"`."""
+    spool_timeout_s: float = 86400.0
+    """Silence after which such an island is gone: how long its site may be out of reach of the mirror."""
 
 
 @dataclass(kw_only=True, slots=True)

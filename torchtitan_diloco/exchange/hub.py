@@ -12,7 +12,7 @@ import torch
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.deal import Merge
-from torchtitan_diloco.exchange.hub_link import HubLink, Unreachable
+from torchtitan_diloco.exchange.hub_link import HubLink, Link, Unreachable
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
@@ -55,15 +55,13 @@ class Offer:
 class HubTransport(Transport):
     """One gateway's side. Each open slot has a thread, which says everything again until the hub has answered."""
 
+    passes = PASSES
+
     def __init__(
         self, island: IslandConfig, lighthouse: LighthouseConfig, transport: TransportConfig, merge: Merge
     ) -> None:
-        if not transport.urls:
-            raise UserError(
-                "transport.urls is empty: start a hub with `torchtitan-diloco syncer FILE.toml` and give its address "
-                '(["http://HOST:PORT"])'
-            )
         self._config = transport
+        self._require_address()
         self._patience_s = lighthouse.patience_s
         self._beat_s = lighthouse.heartbeat_interval_s
         self._merge = merge
@@ -78,7 +76,23 @@ class HubTransport(Transport):
         self._waiting: Waiting | None = None
         self._alive = time.monotonic()
         self._step = 0
-        self._link: HubLink | None = None
+        self._link: Link | None = None
+
+    def _require_address(self) -> None:
+        if not self._config.urls:
+            raise UserError(
+                "transport.urls is empty: start a hub with `torchtitan-diloco syncer FILE.toml` and give its address "
+                '(["http://HOST:PORT"])'
+            )
+
+    def _connect(self, hello: Hello) -> Link:
+        return HubLink(
+            self._config.urls,
+            hello.run_id,
+            self._member,
+            self._config.streams or STREAMS,
+            TokenBucket(self._config.max_rate * 1e6 / 8),
+        )
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -87,13 +101,7 @@ class HubTransport(Transport):
         self._member = Member(hello.island, hello.incarnation)
         self._step = hello.step
         self._published = state.copy()
-        self._link = HubLink(
-            self._config.urls,
-            hello.run_id,
-            self._member,
-            self._config.streams or STREAMS,
-            TokenBucket(self._config.max_rate * 1e6 / 8),
-        )
+        self._link = self._connect(hello)
         sizes = tuple(fragment.numel for fragment in state.fragments)
         # How an island reaches the hub is its own affair.
         settings = {key: value for key, value in hello.settings.items() if not key.startswith("transport.")}
@@ -102,7 +110,7 @@ class HubTransport(Transport):
         self._insist(lambda: self._enter(state, deadline), deadline)
         threading.Thread(target=self._beat, daemon=True, name="hub-beat").start()
         heals: list[Heal] = []
-        for _ in range(PASSES):
+        for _ in range(self.passes):
             taken = self._insist(lambda: self._take(state, whole=True), deadline)
             if not taken.heals:
                 break
@@ -339,7 +347,7 @@ class HubTransport(Transport):
             try:
                 return call()
             except Unreachable as error:
-                self._note(Waiting(f"the hub at {self._config.urls[0]}", since, str(error)))
+                self._note(Waiting(f"the hub at {self._link.url if self._link else '?'}", since, str(error)))
                 if deadline is not None and time.monotonic() > deadline:
                     raise Resumable(
                         f"waited {self._patience_s:g} s (lighthouse.patience_s) for the hub: {error}"

@@ -230,6 +230,7 @@ class Hub:
                 "malformed", f"slot {header.slot} exchanges another fragment than {header.fragment}"
             )
         self._withdrawn.discard((header.slot, member))
+        seat.excused = False
         if header.slot >= self.state.slot and header.slot not in self.records:
             slot = self.open.setdefault(header.slot, Open(header.slot, header.fragment, self.now()))
             if slot.roll is None:
@@ -328,7 +329,11 @@ class Hub:
         slot = self.open.get(min(self.open, default=-1))
         if slot is None or slot.roll is not None:
             return
-        if not self._unheard(slot) or self.now() - slot.began >= self.rules.wait_s:
+        unheard = self._unheard(slot)
+        if unheard and self.now() - slot.began >= self.rules.wait_s:
+            self.seats.excuse(unheard)
+            unheard = []
+        if not unheard:
             self._call(slot)
 
     def _call(self, slot: Open) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -49,6 +49,8 @@ class Service:
         self._merging = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else runs in the event loop for as long as the service does."""
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/join", self._join),
             ("POST", "/admit", self._admit),
@@ -72,9 +74,10 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(self._tick())
+        running = [asyncio.create_task(call()) for call in (self._tick, *self.beside)]
         yield
-        ticking.cancel()
+        for task in running:
+            task.cancel()
 
     async def _tick(self) -> None:
         while True:
