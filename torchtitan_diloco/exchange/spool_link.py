@@ -336,9 +336,9 @@ class SpoolLink:
         for kind in kinds:
             request = self._requests.pop(kind, None)
             if request is not None:
-                self._collect(request.sequence)
+                self._delete(request.sequence)
 
-    def _collect(self, sequence: int) -> None:
+    def _delete(self, sequence: int) -> None:
         self._outbox.remove(lambda n: (n.member, n.sequence) == (self._member, sequence))
 
     def _done(self, message: Message) -> None:
@@ -369,8 +369,7 @@ class SpoolLink:
 
     def _take_note(self, note: Mapping[str, Any]) -> None:
         read, refused = set(note["read"]), {n for n in note["refused"] if not self._outbox.intact(n)}
-        island = self._member.island
-        self._outbox.remove(lambda n: n.member.island == island and str(n) in read)
+        self._outbox.collect(self._member.island, read)
         for name in map(Name.parse, refused):
             for request in self._requests.values():
                 if name is not None and (name.member, name.sequence) == (self._member, request.sequence):

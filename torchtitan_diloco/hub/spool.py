@@ -129,9 +129,8 @@ class SpoolReader:
     async def _heard(self, sender: Sender, note: Message) -> None:
         """A sign of life, with what the island has read and what has reached it damaged."""
         read, refused = (strings(note.body.get(key)) for key in ("read", "refused"))
-        island = sender.member.island
         gone = {name for name in refused if not self._outbox.intact(name)}
-        self._outbox.remove(lambda n: n.member.island == island and str(n) in read)
+        self._outbox.collect(sender.member.island, read)
         broken = {n.sequence for n in map(Name.parse, gone) if n is not None and n.member == sender.member}
         self._outbox.remove(lambda n: n.member == sender.member and n.sequence in broken)
         for sequence in broken:
@@ -229,7 +228,7 @@ class SpoolReader:
             try:
                 reply = await self._ask(member, "POST", f"/slots/{slot}/header", body.get("header"))
             except Refusal as refusal:
-                if refusal.kind != "stranger" or not isinstance(body.get("admit"), dict):
+                if refusal.kind != "stranger" or not body.get("admit"):
                     raise
                 await self._ask(
                     member, "POST", "/admit", body["admit"]

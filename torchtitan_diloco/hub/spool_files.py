@@ -17,7 +17,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,15 @@ class Outbox:
         """Delete whole messages: manifests before their parts, so that nobody takes one for complete."""
         for name in sorted(self.names(chosen), key=lambda n: n.suffix != "json"):
             (self._folder / str(name)).unlink(missing_ok=True)
+
+    def collect(self, island: int, read: Collection[str]) -> None:
+        """Delete the messages from, or to, an island whose manifests were read."""
+        over = {
+            (n.member, n.sequence)
+            for n in map(Name.parse, read)
+            if n is not None and n.member.island == island
+        }
+        self.remove(lambda n: (n.member, n.sequence) in over)
 
     def sweep(self, chosen: Callable[[Name], bool]) -> None:
         """Delete what a process that was killed has left: files in the making, and parts that no manifest names."""
