@@ -78,7 +78,7 @@ while true; do
         away=0
         [ "$once" -eq 0 ] || exit 0
     else
-        [ "$away" -ne 0 ] || log "$remote is out of reach; trying again every $every s"
+        [ "$away" -ne 0 ] || log "$remote is out of reach, or no island has made its folders yet; trying again every $every s"
         away=1
         [ "$once" -eq 0 ] || exit 1
     fi

@@ -86,6 +86,7 @@ class HubIsland:
         )
         self.wire = Wire(self.codec, MergeConfig(), fragments, RUN, self.island, self.islands)
         transport = self.transport_config or TransportConfig(kind="hub", urls=self.urls, streams=2)
+        self.transport_kind = transport.kind
         self.transport = self.transport_class(
             IslandConfig(id=self.island), LighthouseConfig(patience_s=self.patience_s, heartbeat_interval_s=0.1),
             transport, self.wire.merge,
@@ -94,7 +95,7 @@ class HubIsland:
     def join(self) -> Joined:
         hello = Hello(
             self.island, self.incarnation, self.started, RUN, self.islands,
-            settings_of(self.islands, self.codec, self.steps), 0,
+            settings_of(self.islands, self.codec, self.steps) | {"transport.kind": self.transport_kind}, 0,
         )  # fmt: skip
         joined = self.transport.join(hello, self.state)
         self.heals += len(joined.heals)

@@ -180,7 +180,10 @@ class Inbox:
 
     def scan(self) -> list[Message]:
         """The messages that have become complete since, in their writers' order. Raises OSError."""
-        self.listed = {name for name in os.listdir(self._folder) if not name.startswith(".")}
+        try:
+            self.listed = {name for name in os.listdir(self._folder) if not name.startswith(".")}
+        except FileNotFoundError:
+            self.listed = set()  # the mirror deletes folders that the other side has not made yet
         self._taken &= self.listed
         self._verified &= self.listed
         found = []

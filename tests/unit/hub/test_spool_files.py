@@ -159,3 +159,11 @@ def test_what_a_killed_writer_has_left_is_swept_away_and_nothing_else(folders):
     assert {n.sequence for n in out.names(lambda n: True)} == {1}
     out.remove(lambda n: n.sequence == 1)
     assert not (folders[0] / name).exists() and out.names(lambda n: True) == []
+
+
+def test_a_folder_that_the_mirror_has_deleted_is_an_empty_one(folders):
+    inbox = Inbox(*folders)
+    folders[0].rmdir()
+    assert inbox.scan() == []
+    send(folders[0])
+    assert len(inbox.scan()) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -303,3 +304,45 @@ def test_what_is_not_there_yet_is_out_of_reach(tmp_path):
         link.get("/slots/0/result", torch.empty(3, dtype=torch.uint8), lambda size: None)
     with pytest.raises(Unreachable):
         link.ask("POST", "/admit", {"slot": 0})
+
+
+def test_an_island_that_is_to_stop_leaves_a_slot_when_the_hub_says_so(tmp_path):
+    async def scenario() -> None:
+        async with side(tmp_path, rules=Rules(wait_s=100.0)) as one:
+            await one.join()
+            while not one.hub.seats.members:
+                await one.turn()
+            await other_member(one)
+            one.link.ask("POST", "/slots/0/header", one.header().to_json())
+            one.link.put("/slots/0/payload", one.wire.encode(0, 0, torch.ones(SIZE)), [], lambda size: None)
+            while not one.hub.open:
+                await one.turn()
+            assert (await one.ask("POST", "/slots/0/withdraw"))["status"] == "withdrawn"
+            assert one.hub.open == {}
+
+    run(scenario())
+
+
+async def other_member(one: Side) -> None:
+    """A second island, which every slot waits for."""
+    link = SpoolLink(one.spool, RUN, Member(1, "a"), 1.0, one.state.describe, notes_s=0.0)
+    question = asyncio.create_task(asyncio.to_thread(link.ask, *one.hello()))
+    while not question.done():
+        await one.turn()
+    assert question.result()["status"] == "take"
+    link.ask("POST", "/admit", {"slot": 0})
+    while len(one.hub.seats.members) < 2:
+        await one.turn()
+
+
+def test_an_island_that_is_to_stop_does_not_wait_for_a_mirror_that_is_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(spool_link, "WITHDRAW_S", 0.1)
+    monkeypatch.setattr(spool_link, "ASK_S", 0.05)
+    one = Side(tmp_path)
+    one.link.ask("POST", "/slots/0/header", one.header().to_json())
+    one.link.put("/slots/0/payload", one.wire.encode(0, 0, torch.ones(SIZE)), [], lambda size: None)
+    with pytest.raises(Unreachable):
+        one.link.ask("POST", "/slots/0/withdraw")
+    time.sleep(0.1)
+    assert one.link.ask("POST", "/slots/0/withdraw") == {"status": "withdrawn"}
+    assert list(folders(tmp_path, RUN)[0].iterdir()) == []
