@@ -1,7 +1,10 @@
 """A run of which one island only exchanges files: it ends where one over HTTP does, whatever the mirror and the hub do."""
 
+import os
 import random
 import shutil
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -232,3 +235,23 @@ def test_a_joiner_gets_the_state_with_the_answer_to_its_hello(tmp_path):
         assert lineages(run.islands[2:]) == lineages(run.islands[:1])
         asked = {Path(name).name.split(".")[0] for name in files(tmp_path / "site" / "up")}
         assert "state" not in asked
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed (.ci/run installs it)")
+def test_the_mirror_script_carries_a_run(tmp_path):
+    run = Run(tmp_path)
+    script = Path(__file__).parents[3] / "scripts" / "spool_mirror.sh"
+    mirror = subprocess.Popen(
+        ["bash", script, "--every", "0.3", "--retries", "1", tmp_path / "site", tmp_path / "hub"],
+        start_new_session=True,
+    )
+    try:
+        together([whole(island, 4) for island in run.islands])
+        assert len(lineages(run.islands)) == 1
+        assert all(outcome.participants == (0, 1, 2) for outcome in run.islands[2].outcomes)
+        for island in run.islands:
+            island.transport.leave("done")
+    finally:
+        os.killpg(mirror.pid, signal.SIGTERM)
+        mirror.wait()
+        run.stop_hub()
