@@ -70,6 +70,7 @@ class HubIsland:
     incarnation: str = "a"
     started: float = 0.0
     transport_config: TransportConfig | None = None
+    transport_class: type[HubTransport] = HubTransport
     patience_s: float = 60.0
     steps: int = 4000
     state: OuterState = field(init=False)
@@ -85,7 +86,8 @@ class HubIsland:
         )
         self.wire = Wire(self.codec, MergeConfig(), fragments, RUN, self.island, self.islands)
         transport = self.transport_config or TransportConfig(kind="hub", urls=self.urls, streams=2)
-        self.transport = HubTransport(
+        self.transport_kind = transport.kind
+        self.transport = self.transport_class(
             IslandConfig(id=self.island), LighthouseConfig(patience_s=self.patience_s, heartbeat_interval_s=0.1),
             transport, self.wire.merge,
         )  # fmt: skip
@@ -93,7 +95,7 @@ class HubIsland:
     def join(self) -> Joined:
         hello = Hello(
             self.island, self.incarnation, self.started, RUN, self.islands,
-            settings_of(self.islands, self.codec, self.steps), 0,
+            settings_of(self.islands, self.codec, self.steps) | {"transport.kind": self.transport_kind}, 0,
         )  # fmt: skip
         joined = self.transport.join(hello, self.state)
         self.heals += len(joined.heals)

@@ -70,6 +70,8 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
         Access(read_tokens(tokens) if tokens else None),
         cert,
         config.syncer.key,
+        [Path(folder) for folder in config.syncer.spools],
+        config.syncer.spool_timeout_s,
     )
     if not cert and not is_loopback(host):
         logging.warning("without syncer.cert, tokens and weights can be read on the way to %s", server.url)

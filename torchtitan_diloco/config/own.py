@@ -108,6 +108,8 @@ class TransportConfig:
     """PEM file of the authorities that an https hub's certificate is checked against; "" = the system's."""
     token_file: str = ""
     """File with this island's token for the hub on one line, readable by its owner only; "" = none."""
+    dir: str = ""
+    """With "spool", the folder of the exchanged files, on a file system that all machines of the island see."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,6 +137,10 @@ class SyncerConfig:
     """Time without life in an island's training loop after which it counts as gone, however well it beats."""
     wait_s: float = 3600.0
     """From the first island that is ready for a slot until the slot goes on without those that are not."""
+    spools: list[str] = field(default_factory=list)
+    """Folders, mirrored from and to the `transport.dir` of islands with `transport.kind = "spool"`."""
+    spool_timeout_s: float = 86400.0
+    """Silence after which such an island is gone: how long its site may be out of reach of the mirror."""
 
 
 @dataclass(kw_only=True, slots=True)

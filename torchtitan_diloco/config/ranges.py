@@ -175,6 +175,8 @@ RANGES: dict[str, Range] = {
     "syncer.heartbeat_timeout_s": SECONDS,
     "syncer.hang_timeout_s": SECONDS,
     "syncer.wait_s": SECONDS,
+    "syncer.spools": Range(lambda v: all(v) and len(set(v)) == len(v), "folders, each named once"),
+    "syncer.spool_timeout_s": SECONDS,
     "transport.max_rate": AT_LEAST_0,
     "transport.streams": Range(lambda v: 1 <= v <= 64, "from 1 to 64"),
     "data.shards": AT_LEAST_1,

@@ -46,7 +46,11 @@ def await_lighthouse(
 
     Raises UserError when there is none within ``WAIT_S`` or lighthouse.patience_s, whichever is shorter.
     """
-    if needs_hub(config) and not config.transport.urls:
+    if config.transport.kind == "spool" and needs_hub(config) and not config.transport.dir:
+        raise UserError(
+            'transport.dir is empty: with transport.kind = "spool" it names the folder that is mirrored to the hub'
+        )
+    if config.transport.kind == "hub" and needs_hub(config) and not config.transport.urls:
         # Whether it answers is seen when the island joins: a site's proxy may be the only way to it.
         raise UserError(
             "transport.urls is empty: start a hub with `torchtitan-diloco syncer FILE.toml` and give its address "
@@ -84,4 +88,4 @@ def needs_lighthouse(config: RunConfig) -> bool:
 
 def needs_hub(config: RunConfig) -> bool:
     """Whether the islands of this run meet at a hub."""
-    return config.semi_sync.method in ("diloco", "local_sgd") and config.transport.kind == "hub"
+    return config.semi_sync.method in ("diloco", "local_sgd") and config.transport.kind in ("hub", "spool")

@@ -15,7 +15,7 @@ AGREED: dict[str, str] = {
     "data.seed": "the sample order is the run's",
     "data.shards": "islands share out the shards of the run",
     "debug.seed": "islands begin with the same weights",
-    "transport.kind": "islands talk to one another through it",
+    "transport.kind": 'islands talk to one another through it ("hub" and "spool" meet at one hub)',
     "transport.streams": "both ends of a link deal out the bulk alike",
     "semi_sync": "islands must agree on what is sent when and on how it is merged",
 }

@@ -9,7 +9,7 @@ __all__ = ["Transport", "find_transport", "make_transport", "register_transport"
 
 def find_transport(kind: str) -> MakeTransport:
     """What makes the transport of this name. Raises UserError, listing what is registered, when it is unknown."""
-    from torchtitan_diloco.exchange import gloo, hub, memory  # noqa: F401  (registers them)
+    from torchtitan_diloco.exchange import gloo, hub, memory, spool  # noqa: F401  (registers them)
 
     return transport_class(kind)
 

@@ -13,7 +13,8 @@ import torch
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.deal import Merge
-from torchtitan_diloco.exchange.hub_link import HubLink, Unreachable
+from torchtitan_diloco.exchange.hub_link import HubLink, Link, Unreachable
+from torchtitan_diloco.exchange.hub_state import HUB_SOURCE, StateTaker, Taken
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.traffic import Traffic
@@ -31,7 +32,7 @@ from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member
-from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
+from torchtitan_diloco.outer.state import OuterState, OuterStep
 
 logger = logging.getLogger(__name__)
 
@@ -55,28 +56,17 @@ class Offer:
     merged: Upload | None = None  # as far as it has come
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """settled: what was taken holds all slots that this island takes no part in."""
-
-    joined: Joined
-    settled: bool
-    version: int
-
-
 @register_transport("hub")
 class HubTransport(Transport):
     """One gateway's side. Each open slot has a thread, which says everything again until the hub has answered."""
 
+    passes = PASSES
+
     def __init__(
         self, island: IslandConfig, lighthouse: LighthouseConfig, transport: TransportConfig, merge: Merge
     ) -> None:
-        if not transport.urls:
-            raise UserError(
-                "transport.urls is empty: start a hub with `torchtitan-diloco syncer FILE.toml` and give its address "
-                '(["http://HOST:PORT"])'
-            )
         self._config = transport
+        self._require_address()
         self._patience_s = lighthouse.patience_s
         self._beat_s = lighthouse.heartbeat_interval_s
         self._merge = merge
@@ -91,9 +81,20 @@ class HubTransport(Transport):
         self._waiting: Waiting | None = None
         self._alive = time.monotonic()
         self._step = 0
-        self._link: HubLink | None = None
+        self._link: Link | None = None
         self._joined = False
-        self._coming: dict[str, Upload] = {}  # of the hub's state, by tensor and history
+        self._state = StateTaker(lambda: self._ask("GET", "/state"), self._get)
+
+    def _require_address(self) -> None:
+        if not self._config.urls:
+            raise UserError(
+                "transport.urls is empty: start a hub with `torchtitan-diloco syncer FILE.toml` and give its address "
+                '(["http://HOST:PORT"])'
+            )
+
+    def _connect(self, hello: Hello) -> Link:
+        pace = TokenBucket(self._config.max_rate * 1e6 / 8)
+        return HubLink(self._config, hello.run_id, self._member, self._config.streams or STREAMS, pace)
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -102,13 +103,7 @@ class HubTransport(Transport):
         self._member = Member(hello.island, hello.incarnation)
         self._step = hello.step
         self._published = state.copy()
-        self._link = HubLink(
-            self._config,
-            hello.run_id,
-            self._member,
-            self._config.streams or STREAMS,
-            TokenBucket(self._config.max_rate * 1e6 / 8),
-        )
+        self._link = self._connect(hello)
         sizes = tuple(fragment.numel for fragment in state.fragments)
         # How an island reaches the hub is its own affair.
         settings = {key: value for key, value in hello.settings.items() if not key.startswith("transport.")}
@@ -117,18 +112,19 @@ class HubTransport(Transport):
         threading.Thread(target=self._beat, daemon=True, name="hub-beat").start()
         self._insist(lambda: self._enter(state, deadline), deadline)
         taken: list[Taken] = []
-        while len(taken) < PASSES and (not taken or taken[-1].joined.heals):
+        while len(taken) < self.passes and (not taken or taken[-1].joined.heals):
             taken.append(self._insist(lambda: self._take(state, whole=True), deadline))
         admitted = self._insist(lambda: self._ask("POST", "/admit", {"slot": state.slot}), deadline)
         self._joined = True
         # From now on others wait for this island. What is under way without it is over before it offers anything.
-        while True:
+        while self.passes > 1:
             taken.append(self._insist(lambda: self._take(state, whole=True), deadline))
             if taken[-1].settled:
+                self._insist(lambda: self._ask("POST", "/admit", {"slot": state.slot}), deadline)
                 break
             self._note(Waiting("the others", time.time(), "a slot began before this island came"))
             self._pause(ASK_AGAIN_S)
-        self._coming.clear()
+        self._state.done()
         self._note(None)
         if hello.finished:
             logger.info("the hub holds the run's last state; no island needs this one's")
@@ -224,45 +220,14 @@ class HubTransport(Transport):
         deadline = time.monotonic() + self._patience_s
         taken = self._insist(lambda: self._take(state, whole=False), deadline)
         self._insist(lambda: self._ask("POST", "/admit", {"slot": state.slot}), deadline)
-        self._coming.clear()
+        self._state.done()
         self._note(None)
         return taken.joined
 
     def _take(self, state: OuterState, whole: bool) -> Taken:
-        """Make ``state`` the hub's (all of it, or the fragments that are further there); only what differs travels."""
-        began = time.monotonic()
-        offered = self._ask("GET", "/state")
-        mine = state.describe()
-        description = offered["state"] if whole else combine(mine, offered["state"])
-        tensors = state.tensors()
-        coming: dict[str, Upload] = {}
-        parts: list[tuple[str, Upload]] = []
-        for i, (theirs, ours) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
-            if theirs == ours:
-                continue
-            for name in (f"anchor.{i}", f"momentum.{i}"):
-                tensors.pop(name, None)
-                if name in offered["tensors"]:
-                    # The same history gives the same bits, whichever start of the hub they come from.
-                    key = f"{name} {theirs['lineage']} {theirs['digest']}"
-                    coming[key] = self._coming.get(key) or Upload(4 * state.fragments[i].numel)
-                    tensors[name] = coming[key].data.view(torch.float32)
-                    parts.append((name, coming[key]))
-        self._coming = coming  # what was begun of other versions is of no use any more
-        for name, upload in parts:
-            self._get(f"/state/{offered['key']}/{name}", upload)
-        received = sum(upload.nbytes for upload in coming.values())
-        try:
-            state.restore(description, tensors)
-        except ValueError as error:
-            self._coming = {}
-            raise Unreachable(f"the hub's state has come damaged: {error}") from error
+        taken = self._state.take(state, whole)
         self.publish(state)
-        version = max(held.version for held in state.states)
-        heal = Heal(HUB_SOURCE, received, time.monotonic() - began, version)
-        present = tuple(int(i) for i in offered["present"])
-        joined = Joined(int(offered["step"]), (heal,) if received else (), present)
-        return Taken(joined, bool(offered["settled"]), version)
+        return taken
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
@@ -378,7 +343,7 @@ class HubTransport(Transport):
             try:
                 return call()
             except Unreachable as error:
-                self._note(Waiting(f"the hub at {self._config.urls[0]}", since, str(error)))
+                self._note(Waiting(f"the hub at {self._link.url if self._link else '?'}", since, str(error)))
                 if deadline is not None and time.monotonic() > deadline:
                     raise Resumable(
                         f"waited {self._patience_s:g} s (lighthouse.patience_s) for the hub: {error}"
@@ -448,7 +413,3 @@ class HubTransport(Transport):
                 self._traffic.add(slot, received=size)
 
         self._link.get(path, into, moved)
-
-
-HUB_SOURCE = -1
-"""In a heal event, in the place of an island's number."""

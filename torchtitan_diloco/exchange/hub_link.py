@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,6 +30,26 @@ CONNECT_S = 10.0
 
 class Unreachable(Exception):
     """The hub, or something on the way to it, did not answer as it should; to be tried again."""
+
+
+class Link(Protocol):
+    """A way to the hub. All of it raises Unreachable, or Refusal with what the hub answers."""
+
+    @property
+    def url(self) -> str:
+        """Where the hub is, for people."""
+
+    def ask(
+        self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0, **query: int
+    ) -> dict[str, Any]: ...
+
+    def put(
+        self, path: str, data: torch.Tensor, ranges: Iterable[tuple[int, int]], moved: Callable[[int], None], **query: int
+    ) -> None: ...  # fmt: skip
+
+    def get(self, path: str, into: Upload, moved: Callable[[int], None]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class HubLink:

@@ -19,6 +19,8 @@ PEERS = 4096  # addresses that are remembered for it
 
 ISLANDS: frozenset[str] = frozenset()
 """Of a request that is one island's: only the one whose number it carries."""
+SPOOL = "spool"
+"""In the place of an address: who can write into a spool's folder is an island of that site."""
 READERS = frozenset({READER, OPERATOR})
 OPERATORS = frozenset({OPERATOR})
 
@@ -45,7 +47,7 @@ class Access:
 
         Raises Refusal; Busy without a look at the token where too many from that address were wrong.
         """
-        if self._tokens is None:
+        if self._tokens is None or (peer == SPOOL and not who):
             return
         source = _network(peer)
         recent = [at for at in self._failures.get(source, ()) if self._now() - at < WINDOW_S]

@@ -257,6 +257,7 @@ class Hub:
                 "malformed", f"slot {header.slot} exchanges another fragment than {header.fragment}"
             )
         self._withdrawn.discard((header.slot, member))
+        seat.excused = False
         if header.slot >= self.state.slot and header.slot not in self.records:
             slot = self.open.setdefault(header.slot, Open(header.slot, header.fragment, self.now()))
             if slot.roll is None:
@@ -301,21 +302,7 @@ class Hub:
             return {"status": "behind", "reason": "the run is past the slot"}
         if slot is None:
             return {"status": "unknown"}
-        return self._standing(slot, member)
-
-    def _standing(self, slot: Open, member: Member) -> dict[str, Any]:
-        if slot.roll is None:
-            if member not in slot.headers:
-                return {"status": "unknown"}
-            phase, islands = "headers", self._unheard(slot)
-        else:
-            phase, islands = ("merge", []) if slot.merging else ("payloads", slot.uploading())
-        missing: list[tuple[int, int]] = []
-        header = slot.headers.get(member)
-        if header is not None and not slot.merging and header.finite and header.steps > 0:
-            upload = slot.uploads.get(member)
-            missing = upload.missing() if upload else [(0, sum(self._merger.sizes(slot.fragment)))]
-        return {"status": "open", "phase": phase, "islands": islands, "missing": missing}
+        return slot.standing(member, self._unheard(slot), sum(self._merger.sizes(slot.fragment)))
 
     def payload(self, member: Member, number: int) -> torch.Tensor:
         """The encoded merged delta of a committed slot. Raises Refusal."""
@@ -356,7 +343,11 @@ class Hub:
         slot = self.open.get(min(self.open, default=-1))
         if slot is None or slot.roll is not None:
             return
-        if not self._unheard(slot) or self.now() - slot.began >= self.rules.wait_s:
+        unheard = self._unheard(slot)
+        if unheard and self.now() - slot.began >= self.rules.wait_s:
+            self.seats.excuse(unheard)
+            unheard = []
+        if not unheard:
             self._call(slot)
 
     def _call(self, slot: Open) -> None:

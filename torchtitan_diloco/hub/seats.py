@@ -26,7 +26,8 @@ class Seat:
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
     next of its published state. first: the slot from which on others wait for it. founder: they do so though it has not
-    been admitted yet. offered: it was told to take the run's state. state: what it came with.
+    been admitted yet. offered: it was told to take the run's state. state: what it came with. lease_s: its own,
+    where signs of life travel as files; nobody waits for one that is excused, until it says something about a slot.
     """
 
     member: Member
@@ -40,6 +41,8 @@ class Seat:
     founder: bool = False
     offered: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
+    lease_s: float | None = None
+    excused: bool = False
     why: str = ""
 
     @property
@@ -111,8 +114,9 @@ class Seats:
             silent = self._now() - seat.heard
             if seat.phase not in PRESENT:
                 continue
-            if silent > self._lease_s:
-                seat.why = f"not heard for {silent:.1f} s (syncer.heartbeat_timeout_s)"
+            if silent > (seat.lease_s or self._lease_s):
+                setting = "spool_timeout_s" if seat.lease_s else "heartbeat_timeout_s"
+                seat.why = f"not heard for {silent:.1f} s (syncer.{setting})"
             elif seat.idle_s > self._hang_s:
                 seat.why = f"its training loop has not moved for {seat.idle_s:.0f} s (syncer.hang_timeout_s)"
             else:
@@ -150,7 +154,17 @@ class Seats:
     def awaited(self, slot: int) -> list[int]:
         """Islands that take part in a slot."""
         seats = [*self.of(Phase.MEMBER), *(s for s in self.of(Phase.JOINING) if s.founder)]
-        return sorted(seat.member.island for seat in seats if seat.first <= slot)
+        return sorted(seat.member.island for seat in seats if seat.first <= slot and not seat.excused)
+
+    def excuse(self, islands: list[int]) -> None:
+        """They have held up a slot for too long; of those whose silence may last, nobody waits in the next ones."""
+        for seat in (self._seats[island] for island in islands):
+            seat.excused = seat.lease_s is not None
+
+    def holder(self, island: int) -> Seat | None:
+        """Who has an island's seat, if somebody has."""
+        seat = self._seats.get(island)
+        return seat if seat is not None and seat.phase in PRESENT else None
 
     @property
     def members(self) -> dict[int, Seat]:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
@@ -10,6 +11,7 @@ from torchtitan_diloco.hub.access import Access
 from torchtitan_diloco.hub.hub import Hub, Rules
 from torchtitan_diloco.hub.limits import HEADERS_LIMIT, Bounds, PatientProtocol
 from torchtitan_diloco.hub.service import CHUNK_LIMIT, Service
+from torchtitan_diloco.hub.spool import SpoolReader
 from torchtitan_diloco.hub.store import FileStore, NoStore
 from torchtitan_diloco.hub.tls import check_certificate
 from torchtitan_diloco.listening import bind, url_of
@@ -24,9 +26,11 @@ class HubServer:
 
     def __init__(
         self, host: str, port: int, run_id: str, rules: Rules, folder: Path | None = None, every: int = 1,
-        access: Access | None = None, cert: str = "", key: str = "",
+        access: Access | None = None, cert: str = "", key: str = "", spools: Sequence[Path] = (),
+        spool_timeout_s: float = 86400.0,
     ) -> None:  # fmt: skip
-        """folder: of the durable state; without one, nothing outlasts the process. cert, key: PEM files, for https.
+        """folder: of the durable state; without one, nothing outlasts the process. cert, key: PEM files, for https. spools:
+        folders that islands are heard through as well, and the silence after which one of those is gone.
 
         Raises UserError.
         """
@@ -41,9 +45,13 @@ class HubServer:
         hub = Hub(rules, self.store)
         if hub.state is not None:
             logger.info("going on with the state of slot %d", hub.state.slot)
+        service = Service(hub, run_id, self._broken, access)
+        service.beside = [
+            SpoolReader(spool, service, run_id, spool_timeout_s, self._broken).run for spool in spools
+        ]
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Bounds(Service(hub, run_id, self._broken, access).app, CHUNK_LIMIT),
+                Bounds(service.app, CHUNK_LIMIT),
                 http=PatientProtocol,
                 h11_max_incomplete_event_size=HEADERS_LIMIT,
                 ssl_certfile=cert or None,

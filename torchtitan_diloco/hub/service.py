@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -60,6 +60,8 @@ class Service:
         self._merging = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else runs in the event loop for as long as the service does."""
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/join", self._join),
             ("POST", "/admit", self._admit),
@@ -89,9 +91,10 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(self._tick())
+        running = [asyncio.create_task(call()) for call in (self._tick, *self.beside)]
         yield
-        ticking.cancel()
+        for task in running:
+            task.cancel()
 
     async def _tick(self) -> None:
         while True:
@@ -251,7 +254,9 @@ class Service:
                 # Asked again with every piece: the same chunk may have come another way, and be in use.
                 where().put(at - len(piece), piece)
             if at != offset + size:
-                raise Refusal("malformed", f"the body has not the {size} bytes that it says, but {at - offset}")
+                raise Refusal(
+                    "malformed", f"the body has not the {size} bytes that it says, but {at - offset}"
+                )
             # Of what lies there: a damaged copy of this chunk may have come over another connection meanwhile.
             if where().checksum(offset, at) != request.headers.get(CHECKSUM):
                 raise Refusal("malformed", f"the chunk at {offset} does not match its checksum")

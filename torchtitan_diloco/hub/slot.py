@@ -77,6 +77,21 @@ class Open:
         self.roll = None
         return True
 
+    def standing(self, member: Member, unheard: list[int], nbytes: int) -> dict[str, Any]:
+        """What the slot waits for, as this member is told. unheard: islands without a header. nbytes: of a payload."""
+        header = self.headers.get(member)
+        if self.roll is None and header is None:
+            return {"status": "unknown"}
+        if self.roll is None:
+            phase, islands = "headers", unheard
+        else:
+            phase, islands = ("merge", []) if self.merging else ("payloads", self.uploading())
+        missing: list[tuple[int, int]] = []
+        if header is not None and not self.merging and header.finite and header.steps > 0:
+            upload = self.uploads.get(member)
+            missing = upload.missing() if upload else [(0, nbytes)]
+        return {"status": "open", "phase": phase, "islands": islands, "missing": missing}
+
     def by_island(self) -> dict[int, Header]:
         return {member.island: header for member, header in self.headers.items()}
 

@@ -14,7 +14,7 @@ OUTER, MERGE = "semi_sync.outer.name", "semi_sync.merge.method"
 
 SHIPPED: dict[str, tuple[str, ...]] = {
     METHOD: ("none", "sync", "local_sgd", "diloco"),
-    TRANSPORT: ("gloo", "memory", "hub"),
+    TRANSPORT: ("gloo", "memory", "hub", "spool"),
     WIRE: ("fp32", "bf16", "int8", "int4", "fp4_e3m0", "topk"),
     OUTER: ("sgd",),
     MERGE: ("mean",),

@@ -162,7 +162,8 @@ ONE_MISTAKE = {
     ),
     "empty name of a registry": (
         '[transport]\nkind = " "',
-        'FILE:2: transport.kind: must be "gloo", "memory", "hub" or a name that an installed package registers, got " "',
+        'FILE:2: transport.kind: must be "gloo", "memory", "hub", "spool" or a name that an installed package registers, '
+        'got " "',
     ),
     "name that is a path": (
         '[job]\nname = "a/b"',

@@ -158,7 +158,9 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             ranks=island.ranks,
             incarnation=island.incarnation,
             # A hub that serves others as well knows the run by its name.
-            run_id=run_id if server is not None or meeting is None or meeting.name != "hub" else config.job.name,
+            run_id=run_id
+            if server is not None or meeting is None or meeting.name != "hub"
+            else config.job.name,
             config_file=folder / CONFIG,
             meeting=(f"--{meeting.setting}", address) if meeting is not None else (),
         )

@@ -8,6 +8,7 @@ from urllib.request import getproxies
 from torchtitan_diloco.cli.lighthouse import require_torchft
 from torchtitan_diloco.cli.local import server
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ def meeting_place(config: RunConfig) -> Meeting | None:
     """None where the islands train on their own."""
     if config.semi_sync.method == "none":
         return None
-    if config.semi_sync.method != "sync" and config.transport.kind == "hub":
+    if config.semi_sync.method != "sync" and config.transport.kind in ("hub", "spool"):
         return _hub(config)
     return _lighthouse(config)
 
@@ -37,6 +38,13 @@ def _hub(config: RunConfig) -> Meeting:
     urls = config.transport.urls
 
     def check() -> None:
+        folder = config.transport.dir
+        if config.transport.kind == "spool" and (not folder or folder not in config.syncer.spools):
+            raise UserError(
+                'transport.kind = "spool": the islands of `run` are on this machine, as is the hub that it starts; '
+                f"give both one folder, transport.dir and syncer.spools = [the same] (now {folder!r} and "
+                f"{config.syncer.spools})"
+            )
         # Behind a site's proxy, or with another address to fall back on, only the islands' own requests can tell.
         if len(urls) == 1 and not getproxies():
             server.require_reachable(urls[0], "transport.urls", "syncer FILE.toml --syncer.bind")
