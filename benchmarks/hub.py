@@ -32,6 +32,7 @@ from torchtitan_diloco.config.own import TransportConfig  # noqa: E402
 from torchtitan_diloco.exchange.hub_link import HubLink  # noqa: E402
 from torchtitan_diloco.exchange.pace import TokenBucket  # noqa: E402
 from torchtitan_diloco.hub.slot import Record  # noqa: E402
+from torchtitan_diloco.hub.upload import Upload  # noqa: E402
 from torchtitan_diloco.outer.digest import link as link_of  # noqa: E402
 from torchtitan_diloco.outer.policy import Header, Member  # noqa: E402
 
@@ -110,7 +111,6 @@ class Ours:
         ]
         together([island.join for island in self.islands], 300)
         self.payload = torch.randn(sizes[0]).view(torch.uint8)
-        self.into = [torch.empty(self.payload.numel(), dtype=torch.uint8) for _ in self.islands]
         self.held = [
             [(s.version, s.digest, s.lineage, s.tokens) for s in island.state.states]
             for island in self.islands
@@ -132,7 +132,7 @@ class Ours:
         while reply["status"] == "open":
             reply = link.ask("GET", f"/slots/{slot}/outcome", wait_s=20, wait=20)
         assert reply["status"] == "committed", reply
-        link.get(f"/slots/{slot}/result", self.into[island], nothing)
+        link.get(f"/slots/{slot}/result", Upload(self.payload.numel()), nothing)
         record = Record.from_json(reply)
         digest = record.digest.split()[0]
         lineage = link_of(lineage, slot, fragment, digest, list(record.participants), record.members)
@@ -146,16 +146,16 @@ class Ours:
 
 class Plain:
     def __init__(self, url: str, nbytes: int) -> None:
-        self.links = [HubLink([url], RUN, Member(i, "a"), STREAMS, TokenBucket(0)) for i in range(ISLANDS)]
+        config = TransportConfig(kind="hub", urls=[url])
+        self.links = [HubLink(config, RUN, Member(i, "a"), STREAMS, TokenBucket(0)) for i in range(ISLANDS)]
         self.data = torch.zeros(nbytes, dtype=torch.uint8)
-        self.into = [torch.empty(nbytes, dtype=torch.uint8) for _ in self.links]
 
     def turn(self) -> None:
         nothing = lambda size: None
 
         def copy(i: int) -> None:
             self.links[i].put("/plain", self.data, [(0, self.data.numel())], nothing)
-            self.links[i].get("/plain", self.into[i], nothing)
+            self.links[i].get("/plain", Upload(self.data.numel()), nothing)
 
         together([lambda i=i: copy(i) for i in range(ISLANDS)], 300)  # type: ignore[misc]
 

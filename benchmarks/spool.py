@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     sizes = (options.values,)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        server = HubServer("127.0.0.1", 0, RUN, Rules(), folder / "state", 1, [folder / "hub"])
+        server = HubServer("127.0.0.1", 0, RUN, Rules(), folder / "state", spools=[folder / "hub"])
         thread = server.in_thread()
         islands = [HubIsland(i, [server.url], sizes=sizes, islands=3, patience_s=3600.0) for i in range(2)]
         config = TransportConfig(kind="spool", dir=str(folder / "site"))

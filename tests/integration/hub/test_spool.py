@@ -40,7 +40,13 @@ class Run:
 
     def start_hub(self) -> None:
         self.server = HubServer(
-            "127.0.0.1", self.port, RUN, self.rules, self.folder / "state", 1, [self.folder / "hub"], 3600.0
+            "127.0.0.1",
+            self.port,
+            RUN,
+            self.rules,
+            self.folder / "state",
+            spools=[self.folder / "hub"],
+            spool_timeout_s=3600.0,
         )
         self.port = self.server.port
         self._thread = self.server.in_thread()

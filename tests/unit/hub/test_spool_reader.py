@@ -22,6 +22,7 @@ from torchtitan_diloco.hub.service import Service
 from torchtitan_diloco.hub.spool import SpoolReader
 from torchtitan_diloco.hub.spool_files import Outbox, folders
 from torchtitan_diloco.hub.terms import Terms
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState
@@ -133,9 +134,9 @@ def test_a_slot_is_one_message_up_and_one_down(tmp_path):
             await one.join()
             reply = await one.slot()
             assert reply["status"] == "committed" and reply["participants"] == [0]
-            result = torch.empty(reply["nbytes"], dtype=torch.uint8)
+            result = Upload(reply["nbytes"])
             one.link.get("/slots/0/result", result, lambda size: None)
-            assert torch.equal(one.wire.merge.decode(0, result).delta, torch.ones(SIZE))
+            assert torch.equal(one.wire.merge.decode(0, result.data).delta, torch.ones(SIZE))
             # What was read is collected by its writers, on the next notes.
             one.link.ask("POST", "/beat", {"step": 4, "slot": 1, "idle_s": 0.0})
             await one.turn()
@@ -166,9 +167,9 @@ def test_an_island_behind_gets_the_state_with_the_outcome(tmp_path):
             assert reply["status"] == "behind"
             state = one.link.ask("GET", "/state")
             assert state["state"]["slot"] == 2
-            anchor = torch.empty(4 * SIZE, dtype=torch.uint8)
+            anchor = Upload(4 * SIZE)
             one.link.get(f"/state/{state['key']}/anchor.0", anchor, lambda size: None)
-            assert torch.equal(anchor.view(torch.float32), one.hub.state.states[0].anchor)
+            assert torch.equal(anchor.data.view(torch.float32), one.hub.state.states[0].anchor)
 
     run(scenario())
 
@@ -301,7 +302,7 @@ def test_what_is_not_there_yet_is_out_of_reach(tmp_path):
     link = SpoolLink(tmp_path, RUN, ME, 1.0, dict)
     assert link.ask("GET", "/slots/0/outcome") == {"status": "unknown"}
     with pytest.raises(Unreachable):
-        link.get("/slots/0/result", torch.empty(3, dtype=torch.uint8), lambda size: None)
+        link.get("/slots/0/result", Upload(3), lambda size: None)
     with pytest.raises(Unreachable):
         link.ask("POST", "/admit", {"slot": 0})
 
