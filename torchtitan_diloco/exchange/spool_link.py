@@ -190,7 +190,7 @@ class SpoolLink:
                 self._note()
             if self._stranger:
                 raise Refusal("stranger", self._stranger)
-        return {}
+        return {"member": True}
 
     def _note(self) -> None:
         """A sign of life, with what was read and what has come damaged. It replaces the one before."""
