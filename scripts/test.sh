@@ -13,7 +13,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "$#" -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
-# What stays in one process two files at a time; runs of the integration tier need the cores for themselves.
+# What stays in one process two files at a time, and what waits for a network; real runs need the cores for themselves.
 .venv/bin/python -m pytest tests/unit -m "not slow" -n 2 --dist loadfile
 .venv/bin/python -m pytest tests/exhaustive -m "not slow" -n 2 --dist worksteal
-.venv/bin/python -m pytest tests/integration -m "not slow"
+.venv/bin/python -m pytest tests/integration/hub -m "not slow" -n 2 --dist loadfile
+.venv/bin/python -m pytest tests/integration --ignore tests/integration/hub -m "not slow"
