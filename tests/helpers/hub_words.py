@@ -6,9 +6,9 @@ import torch
 
 from tests.helpers.hub_islands import RUN, delta_of, fragments_of, settings_of
 from torchtitan_diloco.config.own import CodecConfig
-from torchtitan_diloco.hub.hub import Hello, Hub, Rules
+from torchtitan_diloco.hub.hub import Hub, Rules
 from torchtitan_diloco.hub.store import Store
-from torchtitan_diloco.hub.terms import Terms
+from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState
@@ -44,17 +44,17 @@ class Talker:
     def hello(self, terms: Terms | None = None) -> dict[str, Any]:
         return self.hub.join(Hello(self.member, self.started, terms or terms_of(), 0, self.state.describe()))
 
-    def join(self) -> dict[str, Any]:
-        """Until it is told to wait or to take; it brings what it is asked for."""
-        while (reply := self.hello())["status"] == "upload":
+    def join(self, **changed: Any) -> dict[str, Any]:
+        """Until it is told to wait or to take; it brings what it is asked for. changed: settings."""
+        while (reply := self.hello(terms_of(**changed)))["status"] == "upload":
             for name, ranges in reply["missing"].items():
                 values = self.state.tensors()[name].view(torch.uint8).numpy().data
                 for start, stop in ranges:
                     self.hub.bring(self.member, name).write(start, values[start:stop])
         return reply
 
-    def enter(self) -> None:
-        reply = self.join()
+    def enter(self, **changed: Any) -> None:
+        reply = self.join(**changed)
         assert reply["status"] == "take", reply
         self.take()
         self.hub.admit(self.member, self.state.slot)
@@ -75,9 +75,12 @@ class Talker:
         return self.hub.announce(self.member, self.header(slot, **how))
 
     def send(self, slot: int, part: float = 1.0) -> None:
-        data = delta_of(self.member.island, slot, SIZES[slot % len(SIZES)]).view(torch.uint8).numpy().data
-        data = data[: int(part * len(data))]
-        self.hub.upload(self.member, slot, 4 * SIZES[slot % len(SIZES)]).write(0, data)
+        fragment = slot % len(SIZES)
+        plan = self.hub._merger._plans[fragment]
+        payload = torch.empty(plan.nbytes, dtype=torch.uint8)
+        plan.encode(delta_of(self.member.island, slot, SIZES[fragment]), payload)
+        data = payload.numpy().data[: int(part * plan.nbytes)]
+        self.hub.upload(self.member, slot, plan.nbytes).write(0, data)
         self.hub.uploaded()
 
     def outcome(self, slot: int) -> dict[str, Any]:
@@ -91,13 +94,13 @@ def a_hub(clock: Clock | None = None, store: Store | None = None, **rules: float
     return Hub(Rules(**{"lease_s": 5.0, "hang_s": 600.0, "wait_s": 3600.0} | rules), store, clock or Clock())
 
 
-def a_run(hub: Hub, islands: int = 2) -> list[Talker]:
-    """Founded, everybody admitted."""
+def a_run(hub: Hub, islands: int = 2, **changed: Any) -> list[Talker]:
+    """Founded, everybody admitted. changed: settings."""
     talkers = [Talker(hub, island) for island in range(islands)]
     for talker in talkers:
-        talker.join()
+        talker.join(**changed)
     for talker in talkers:
-        talker.enter()
+        talker.enter(**changed)
     return talkers
 
 

@@ -8,7 +8,7 @@ Everything that arrives may arrive twice, late, or again after the hub was start
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan_diloco.hub.seats import Phase, Seat, Seats
 from torchtitan_diloco.hub.shelf import Arrivals, Shelf
 from torchtitan_diloco.hub.slot import Job, Open, Record, can_be_weighed
 from torchtitan_diloco.hub.store import NoStore, Store
-from torchtitan_diloco.hub.terms import Terms
+from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, Member, call_roll
@@ -36,17 +36,6 @@ class Rules:
     lease_s: float = 5.0
     hang_s: float = 600.0
     wait_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """What an island brings; as ``exchange.transport.Hello``, with its outer state described and the terms it knows."""
-
-    member: Member
-    started: float
-    terms: Terms
-    step: int
-    state: Mapping[str, Any]
 
 
 class Hub:
@@ -71,6 +60,7 @@ class Hub:
         found = self.store.load()
         if found is not None:
             self._merger = found.terms.merger()
+            self._merger.restore(found.residuals)
             self.terms, self.state = found.terms, found.state
             self.records = {record.slot: record for record in found.records}
             self._recovery.begin(found.state, found.records, found.members)
@@ -186,14 +176,23 @@ class Hub:
         assert self.terms is not None
         founding = self.state is None
         state = self.state or self.terms.blank()
+        before = [held.lineage for held in state.states]
         if missing := self._arrivals.adopt(seat.member, state, seat.state, founding):
             return {"status": "upload", "missing": missing}
         if founding:
             for founder in self.seats.of(Phase.JOINING):
                 founder.founder, founder.first = True, state.slot
-        self.state, self._merger = state, self.terms.merger()
-        self.store.save(self.terms, state.copy(), list(self.records.values()))
+            self._merger = self.terms.merger()
+        for i, (held, old) in enumerate(zip(state.states, before, strict=True)):
+            if held.lineage != old:  # what the hub's encoding had lost on the way there, nobody knows
+                self._merger.reset(i)
+        self.state = state
+        self._save()
         return self._resume(seat)
+
+    def _save(self) -> None:
+        assert self.terms is not None and self.state is not None
+        self.store.save(self.terms, self.state.copy(), list(self.records.values()), self._merger.residuals())
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
@@ -427,7 +426,7 @@ class Hub:
         )  # fmt: skip
         self.payloads[record.slot] = job.payload
         self._settle(slot, record)
-        self.store.save(self.terms, self.state.copy(), list(self.records.values()))
+        self._save()
 
     def _settle(self, slot: Open, record: Record) -> None:
         assert self.state is not None

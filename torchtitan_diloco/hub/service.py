@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
-from torchtitan_diloco.hub.hub import Hello, Hub
+from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.refusal import Busy, Kind, Refusal
 from torchtitan_diloco.hub.status import status_of
 from torchtitan_diloco.hub.store import Fenced
-from torchtitan_diloco.hub.terms import Terms
+from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.hub.wellformed import LARGEST, described, message, natural, whole
 from torchtitan_diloco.outer.policy import Header, Member

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 CHECKSUM = "xxh3_128"
+RESIDUAL = "residual."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Found:
     state: OuterState
     records: list[Record] = field(default_factory=list)
     members: tuple[int, ...] = ()
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Store(ABC):
@@ -62,8 +64,17 @@ class Store(ABC):
         """A slot is settled. It is on the disk when this returns. Raises Fenced."""
 
     @abstractmethod
-    def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
-        """The state as it is now; written in the background, and only as far as it is not there yet. Raises Fenced."""
+    def save(
+        self,
+        terms: Terms,
+        state: OuterState,
+        records: Sequence[Record],
+        residuals: Mapping[str, torch.Tensor],
+    ) -> None:
+        """The state as it is now; written in the background, and only as far as it is not there yet. Raises Fenced.
+
+        residuals: what the hub's own encoding has lost, see ``Merger.residuals``.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -79,7 +90,13 @@ class NoStore(Store):
     def commit(self, record: Record, members: Sequence[int]) -> None:
         pass
 
-    def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
+    def save(
+        self,
+        terms: Terms,
+        state: OuterState,
+        records: Sequence[Record],
+        residuals: Mapping[str, torch.Tensor],
+    ) -> None:
         pass
 
     def close(self) -> None:
@@ -153,6 +170,7 @@ class FileStore(Store):
             state = terms.blank()
             tensors = {name: self._read_part(name, entry) for name, entry in data["files"].items()}
             state.restore(data["state"], tensors)
+            residuals = {name: t for name, t in tensors.items() if name.startswith(RESIDUAL)}
             records = {r.slot: r for r in map(Record.from_json, data["records"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -170,7 +188,7 @@ class FileStore(Store):
             members = tuple(line["members"])
             if record.slot >= state.slot or record.slot in records:
                 records[record.slot] = record
-        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), members)
+        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), members, residuals)
 
     def _read_journal(self) -> list[dict[str, Any]]:
         """A last line that was cut off is removed: nobody has learnt of its slot. Raises UserError for any other damage."""
@@ -211,7 +229,13 @@ class FileStore(Store):
         os.fsync(self._journal.fileno())
         self._check_epoch()  # a hub that was started meanwhile may have read the journal without this line
 
-    def save(self, terms: Terms, state: OuterState, records: Sequence[Record]) -> None:
+    def save(
+        self,
+        terms: Terms,
+        state: OuterState,
+        records: Sequence[Record],
+        residuals: Mapping[str, torch.Tensor],
+    ) -> None:
         self._check_epoch()
         versions = sum(held.version for held in state.states)
         if 0 <= versions - self._versions < self._every and self._versions >= 0:
@@ -221,8 +245,8 @@ class FileStore(Store):
         with self._news:
             if self._fault is not None:
                 raise self._fault
-            for name, tensor in state.tensors().items():
-                held = state.states[int(name.rpartition(".")[2])]
+            for name, tensor in {**state.tensors(), **residuals}.items():
+                held = state.states[int(name.partition(".")[2].partition("[")[0])]
                 # Where two histories meet in the same anchor, their momentum may differ.
                 history = xxhash.xxh3_64_hexdigest((held.lineage + held.digest).encode())
                 files[name] = f"{name}-v{held.version}-{history}.safetensors"

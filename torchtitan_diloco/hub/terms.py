@@ -11,6 +11,7 @@ from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
 from torchtitan_diloco.outer.merge import Weight
 from torchtitan_diloco.outer.merger import Merger
 from torchtitan_diloco.outer.optimizer import OuterSGD, Schedule
+from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.slices import count_for
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import FragmentState, OuterState
@@ -139,3 +140,14 @@ class Terms:
         return keys or (
             [] if (self.sizes, self.hand_over) == (other.sizes, other.hand_over) else ["fragments"]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What an island brings; as ``exchange.transport.Hello``, with its outer state described and the terms it knows."""
+
+    member: Member
+    started: float
+    terms: Terms
+    step: int
+    state: Mapping[str, Any]

@@ -40,6 +40,27 @@ def test_what_was_stored_comes_back(tmp_path: Path) -> None:
     assert after.store.epoch > before.store.epoch
 
 
+def test_what_the_hubs_encoding_has_lost_survives_a_restart(tmp_path: Path) -> None:
+    codec = {"semi_sync.codec.wire": "int8", "semi_sync.codec.error_feedback": True}
+
+    def run(folder: Path, restart: bool) -> list[str]:
+        hub = a_hub(store=FileStore(folder))
+        talkers = a_run(hub, **codec)
+        for slot in range(8):
+            if restart and slot == 5:
+                hub.store.close()
+                hub = a_hub(store=FileStore(folder))
+                for talker in talkers:
+                    talker.hub = hub
+                    talker.enter(**codec)
+            commit(hub, talkers, slot)
+        hub.store.close()
+        assert hub.state is not None
+        return [state.digest for state in hub.state.states]
+
+    assert run(tmp_path / "restarted", True) == run(tmp_path / "not", False)
+
+
 def test_an_empty_folder_is_a_hub_that_nobody_has_come_to(tmp_path: Path) -> None:
     assert loaded(tmp_path / "new" / "folder").state is None
 
@@ -128,7 +149,7 @@ def test_a_second_hub_on_the_folder_fences_the_first(tmp_path: Path) -> None:
         first.commit(Record(1, "failed", (0,)), [0])
     assert hub.terms is not None and hub.state is not None
     with pytest.raises(Fenced):
-        first.save(hub.terms, hub.state, [])
+        first.save(hub.terms, hub.state, [], {})
     second.commit(Record(1, "failed", (0,)), [0])
     first.close()
     second.close()
