@@ -195,7 +195,7 @@ class Reader:
         """Take the value of a key with an old name."""
         old = dotted(here)
         try:
-            value = check_value(Kind(base=to.base), value)
+            value = check_value(Kind(base=to.base), value) if to.base else value
             if to.only and value not in to.only:
                 allowed = " or ".join(f'"{v}"' for v in to.only)
                 raise WrongValue(f'must be {allowed} ({to.new}), got "{value}"')

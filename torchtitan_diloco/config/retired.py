@@ -72,8 +72,12 @@ OLD_VALUES: dict[str, tuple[str, ...]] = {
 RENAMED_MODULES = {"output": "lm_head"}
 """v0.2's name of a module -> TorchTitan 0.3's."""
 
-NAME_MODULES = ("quantize.linear.float8.filter_fqns", "parallelism.module_fqns_per_model_part")
-"""Keys of v0.2 in whose lists modules are renamed, with a note."""
+NAME_MODULES = (
+    "quantize.linear.float8.filter_fqns",
+    "parallelism.module_fqns_per_model_part",
+    "semi_sync.module_fqns_per_fragment",
+)
+"""Keys in whose lists modules are renamed from v0.2's names, with a note."""
 
 SAME_AS: dict[str, str] = {
     "validation.local_batch_size": "training.local_batch_size",
@@ -84,10 +88,11 @@ SAME_AS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A key that lives on under another name; ``divisor`` turns its unit into ours."""
+    """A key that lives on under another name; ``divisor`` turns its unit into ours. base: "" where the new key's own
+    type is check enough."""
 
     new: str
-    base: Literal["bool", "int", "str"]
+    base: Literal["bool", "int", "str", ""]
     divisor: int = 1
     only: tuple[str, ...] = ()
     """Values that can be honoured; none = any."""
@@ -107,6 +112,7 @@ FAULT_TOLERANCE_MOVED: dict[str, Moved] = {
     "fault_tolerance.sync_steps": Moved("semi_sync.sync_every", "int"),
     "fault_tolerance.group_size": Moved("semi_sync.num_islands", "int"),
     "fault_tolerance.num_fragments": Moved("semi_sync.fragments", "int"),
+    "fault_tolerance.module_fqns_per_model_fragment": Moved("semi_sync.module_fqns_per_fragment", ""),
     "fault_tolerance.fragment_sync_delay": Moved("semi_sync.overlap", "int"),
     "fault_tolerance.replica_id": Moved("island.id", "int"),
     "fault_tolerance.process_group": Moved("transport.kind", "str", only=("gloo",)),
@@ -123,10 +129,6 @@ FAULT_TOLERANCE_RETIRED: dict[str, tuple[Any, str]] = {
     "fault_tolerance.fragment_update_alpha": (
         0.0,
         "set it to 0.0 or remove it, and write semi_sync.mix_alpha instead",
-    ),
-    "fault_tolerance.module_fqns_per_model_fragment": (
-        [],
-        "set it to [] or remove it, and write semi_sync.module_fqns_per_fragment instead",
     ),
 }
 """The rest of it -> the value that says what happens anyway, and the remedy for any other."""
