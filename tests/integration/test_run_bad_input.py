@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str, str]] = {
     ),
     "unknown transport": (
         lambda c: None, ("--transport.kind", "pigeon"), "command line: transport.kind: ",
-        'must be "gloo", "memory", "hub" or',
+        'must be "gloo", "memory", "hub", "spool" or',
     ),
     "one port for two islands": (
         lambda c: None, ("--island.port", "23456"), "island.port: ", "the 2 islands",

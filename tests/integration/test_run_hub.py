@@ -62,13 +62,16 @@ def test_no_version_has_two_digests(hubbed: Hubbed) -> None:
 
 def test_the_killed_island_takes_the_state_from_the_hub_before_its_first_step(hubbed: Hubbed) -> None:
     back = hubbed.run.incarnations(1)[-1]
-    kinds = [event["event"] for event in back if event["event"] not in ("waiting", "checkpoint")]
+    # Admitted between a slot's last inner step and its outcome, it takes part in the slot first.
+    kinds = [event["event"] for event in back if event["event"] not in ("waiting", "checkpoint", "round")]
     assert kinds[:4] == ["start", "heal", "join", "inner"]
     heal = next(event for event in back if event["event"] == "heal")
     assert heal["source"] == -1 and heal["bytes"] > 0
 
 
 def test_up_and_down_are_counted(hubbed: Hubbed) -> None:
-    """int8 both ways: what the hub sends is encoded once more."""
+    """int8 both ways: what the hub sends is encoded once more. What was on its way when the hub died is sent again."""
     rounds = [e for e in hubbed.run.events(0, "round") if e["committed"] and e["participants"] == [0, 1]]
-    assert rounds and all(e["bytes_sent"] == e["bytes_received"] for e in rounds[1:])
+    more = [e["bytes_sent"] / e["bytes_received"] for e in rounds if e["bytes_sent"] != e["bytes_received"]]
+    assert len(rounds) >= 10 and len(more) <= 4, more
+    assert all(e["bytes_received"] > 0 for e in rounds)
