@@ -81,7 +81,6 @@ class Talker:
         plan.encode(delta_of(self.member.island, slot, SIZES[fragment]), payload)
         data = payload.numpy().data[: int(part * plan.nbytes)]
         self.hub.upload(self.member, slot, plan.nbytes).write(0, data)
-        self.hub.uploaded()
 
     def outcome(self, slot: int) -> dict[str, Any]:
         return self.hub.outcome(self.member, slot)

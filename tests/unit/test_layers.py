@@ -29,6 +29,7 @@ RANK = {
     "cpu": 2,
     "outer": 1,
     "process": 0,
+    "durable": 0,
     "listening": 1,
     "errors": 0,
     "assets": 2,

@@ -67,11 +67,11 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
         rules,
         folder_of(config),
         config.syncer.save_every,
-        Access(read_tokens(tokens) if tokens else None),
-        cert,
-        config.syncer.key,
-        [Path(folder) for folder in config.syncer.spools],
-        config.syncer.spool_timeout_s,
+        access=Access(read_tokens(tokens) if tokens else None),
+        cert=cert,
+        key=config.syncer.key,
+        spools=[Path(folder) for folder in config.syncer.spools],
+        spool_timeout_s=config.syncer.spool_timeout_s,
     )
     if not cert and not is_loopback(host):
         logging.warning("without syncer.cert, tokens and weights can be read on the way to %s", server.url)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_diloco.durable import sync
+
 logger = logging.getLogger(__name__)
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -79,18 +81,10 @@ def appearing_folder(path: Path, *, clean: bool) -> Iterator[Path]:
     try:
         yield folder
         for file in folder.iterdir():
-            _flush(file)
-        _flush(folder)
+            sync(file)
+        sync(folder)
         os.rename(folder, path)
-        _flush(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -394,22 +394,19 @@ class HubTransport(Transport):
 
     def _put(self, path: str, data: torch.Tensor, ranges: Any, slot: int | None = None, **query: int) -> None:
         assert self._link is not None
-
-        def moved(size: int) -> None:
-            if slot is None:
-                self._live()
-            else:
-                self._traffic.add(slot, sent=size)
-
-        self._link.put(path, data, [(int(a), int(b)) for a, b in ranges], moved, **query)
+        self._link.put(path, data, [(int(a), int(b)) for a, b in ranges], self._moved(slot, "sent"), **query)
 
     def _get(self, path: str, into: Upload, slot: int | None = None) -> None:
         assert self._link is not None
+        self._link.get(path, into, self._moved(slot, "received"))
+
+    def _moved(self, slot: int | None, which: Literal["sent", "received"]) -> Callable[[int], None]:
+        """Counts bytes of a slot; of a state they are signs of life."""
 
         def moved(size: int) -> None:
             if slot is None:
                 self._live()
             else:
-                self._traffic.add(slot, received=size)
+                self._traffic.add(slot, **{which: size})
 
-        self._link.get(path, into, moved)
+        return moved

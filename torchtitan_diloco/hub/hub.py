@@ -19,7 +19,7 @@ from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.seats import Phase, Seat, Seats
 from torchtitan_diloco.hub.shelf import Arrivals, Shelf
 from torchtitan_diloco.hub.slot import Job, Open, Record, can_be_weighed
-from torchtitan_diloco.hub.store import NoStore, Store
+from torchtitan_diloco.hub.store import NoStore, Snapshot, Store
 from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.merge import Contribution
@@ -60,10 +60,10 @@ class Hub:
         found = self.store.load()
         if found is not None:
             self._merger = found.terms.merger()
-            self._merger.restore(found.residuals)
+            self._merger.restore(dict(found.residuals))
             self.terms, self.state = found.terms, found.state
             self.records = {record.slot: record for record in found.records}
-            self._recovery.begin(found.state, found.records, found.members)
+            self._recovery.begin(found)
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -192,7 +192,8 @@ class Hub:
 
     def _save(self) -> None:
         assert self.terms is not None and self.state is not None
-        self.store.save(self.terms, self.state.copy(), list(self.records.values()), self._merger.residuals())
+        records = list(self.records.values())
+        self.store.save(Snapshot(self.terms, self.state.copy(), records, self._merger.residuals()))
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
@@ -276,10 +277,6 @@ class Hub:
         if member not in slot.uploads:
             slot.uploads[member] = Upload(nbytes)
         return slot.uploads[member]
-
-    def uploaded(self) -> None:
-        """Something has arrived."""
-        self._look()
 
     def outcome(self, member: Member, number: int) -> dict[str, Any]:
         """How a slot ended for this island, or how it stands. Raises Refusal.

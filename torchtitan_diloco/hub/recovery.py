@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan_diloco.hub.slot import Record
-from torchtitan_diloco.outer.state import OuterState, longer
+from torchtitan_diloco.hub.store import Found
+from torchtitan_diloco.outer.state import OuterState
 
 RETURN_S = (
-    15.0  # beyond the lease: for how long slots wait for islands that were in the run when the hub went down
+    15.0  # beyond the lease: for how long slots wait for islands that were there when the hub went down
 )
 
 
@@ -22,16 +22,17 @@ class Recovery:
         self._awaited: set[int] = set()
         self._returning: set[int] = set()
 
-    def begin(self, state: OuterState, records: list[Record], members: tuple[int, ...]) -> None:
-        """records: by slot. The state moves past slots that failed."""
-        for record in records:
+    def begin(self, found: Found) -> None:
+        """The found state moves past slots that failed."""
+        state = found.state
+        for record in found.records:
             if record.slot < state.slot:
                 continue
             if record.status == "committed":
                 self._lacking[record.slot % len(state.states)] = record.digest.partition(" ")[0]
             elif not self._lacking:
                 state.fail(record.slot)
-        self._awaited, self._returning = set(members), set(members)
+        self._awaited, self._returning = set(found.members), set(found.members)
 
     def lacks(self, state: OuterState) -> bool:
         """Whether something was committed that this state does not hold."""
@@ -67,4 +68,6 @@ def later(state: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
     What islands begin with is no history, whichever seed it is from.
     """
     pairs = zip(state["fragments"], than["fragments"], strict=True)
-    return any(a["version"] > 0 and longer({"fragments": [a]}, {"fragments": [b]}) for a, b in pairs)
+    return any(
+        a["version"] > 0 and (a["tokens"], a["version"]) > (b["tokens"], b["version"]) for a, b in pairs
+    )

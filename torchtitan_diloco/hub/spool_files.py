@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from torchtitan_diloco.durable import write_whole
 from torchtitan_diloco.outer.policy import Member
 
 logger = logging.getLogger(__name__)
@@ -109,20 +110,9 @@ class Outbox:
         return name
 
     def _write(self, name: str, data: memoryview) -> None:
-        path, temporary = self._folder / name, self._folder / f".{name}.{os.getpid()}"
-        if path.exists():
-            return  # a name stands for one content
-        with open(temporary, "wb") as file:
-            for at in range(0, len(data), PIECE):
-                file.write(data[at : at + PIECE])
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        path = self._folder / name
+        if not path.exists():  # a name stands for one content
+            write_whole(path, (data[at : at + PIECE] for at in range(0, len(data), PIECE)))
 
     def intact(self, name: str) -> bool:
         """Whether one's own copy of a file is what its name says."""

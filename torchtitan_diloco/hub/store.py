@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
+from torchtitan_diloco.durable import write_whole
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.hub.slot import Record
 from torchtitan_diloco.hub.terms import Terms
@@ -38,17 +39,24 @@ RESIDUAL = "residual."
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What an earlier hub has left. records: of slots at which the state has not arrived as well, committed ones last.
+class Snapshot:
+    """What a hub keeps of a run. records: of slots, by number. residuals: what the hub's own encoding has lost, see
+    ``Merger.residuals``."""
+
+    terms: Terms
+    state: OuterState
+    records: Sequence[Record] = ()
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Snapshot):
+    """What an earlier hub has left, with records of slots that the state does not hold as well.
 
     members: islands that were in the run when it last settled a slot; they may hold later state than this.
     """
 
-    terms: Terms
-    state: OuterState
-    records: list[Record] = field(default_factory=list)
     members: tuple[int, ...] = ()
-    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Store(ABC):
@@ -64,17 +72,8 @@ class Store(ABC):
         """A slot is settled. It is on the disk when this returns. Raises Fenced."""
 
     @abstractmethod
-    def save(
-        self,
-        terms: Terms,
-        state: OuterState,
-        records: Sequence[Record],
-        residuals: Mapping[str, torch.Tensor],
-    ) -> None:
-        """The state as it is now; written in the background, and only as far as it is not there yet. Raises Fenced.
-
-        residuals: what the hub's own encoding has lost, see ``Merger.residuals``.
-        """
+    def save(self, run: Snapshot) -> None:
+        """The run as it is now; written in the background, and only as far as it is not there yet. Raises Fenced."""
 
     @abstractmethod
     def close(self) -> None:
@@ -90,13 +89,7 @@ class NoStore(Store):
     def commit(self, record: Record, members: Sequence[int]) -> None:
         pass
 
-    def save(
-        self,
-        terms: Terms,
-        state: OuterState,
-        records: Sequence[Record],
-        residuals: Mapping[str, torch.Tensor],
-    ) -> None:
+    def save(self, run: Snapshot) -> None:
         pass
 
     def close(self) -> None:
@@ -120,7 +113,7 @@ class FileStore(Store):
             self.epoch = max(self._last_epoch() + 1, int(time.time()))
             # Of two hubs that start at once, the one whose word stays there goes on.
             self._mine = f"{self.epoch} {secrets.token_hex(8)}\n"
-            replace(folder / "epoch", self._mine.encode())
+            write_whole(folder / "epoch", [self._mine.encode()])
             self._lines = self._read_journal()
             self._journal = open(folder / "journal.jsonl", "ab")  # noqa: SIM115 - open as long as the hub is
         except OSError as error:
@@ -158,10 +151,8 @@ class FileStore(Store):
     def load(self) -> Found | None:
         """Raises UserError naming the file that is damaged."""
         manifest = self._folder / "state.json"
-        if (
-            not manifest.exists()
-        ):  # whatever the run's state is, the islands that found it anew bring it with them
-            return None
+        if not manifest.exists():
+            return None  # whatever the run's state is, the islands that found it anew bring it with them
         try:
             data = _checked(manifest.read_bytes())
             if data["format"] != FORMAT:
@@ -188,7 +179,7 @@ class FileStore(Store):
             members = tuple(line["members"])
             if record.slot >= state.slot or record.slot in records:
                 records[record.slot] = record
-        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), members, residuals)
+        return Found(terms, state, sorted(records.values(), key=lambda r: r.slot), residuals, members)
 
     def _read_journal(self) -> list[dict[str, Any]]:
         """A last line that was cut off is removed: nobody has learnt of its slot. Raises UserError for any other damage."""
@@ -229,24 +220,18 @@ class FileStore(Store):
         os.fsync(self._journal.fileno())
         self._check_epoch()  # a hub that was started meanwhile may have read the journal without this line
 
-    def save(
-        self,
-        terms: Terms,
-        state: OuterState,
-        records: Sequence[Record],
-        residuals: Mapping[str, torch.Tensor],
-    ) -> None:
+    def save(self, run: Snapshot) -> None:
         self._check_epoch()
-        versions = sum(held.version for held in state.states)
-        if 0 <= versions - self._versions < self._every and self._versions >= 0:
+        versions = sum(held.version for held in run.state.states)
+        if self._versions >= 0 and 0 <= versions - self._versions < self._every:
             return
         self._versions = versions
         files = {}
         with self._news:
             if self._fault is not None:
                 raise self._fault
-            for name, tensor in {**state.tensors(), **residuals}.items():
-                held = state.states[int(name.partition(".")[2].partition("[")[0])]
+            for name, tensor in {**run.state.tensors(), **run.residuals}.items():
+                held = run.state.states[int(name.partition(".")[2].partition("[")[0])]
                 # Where two histories meet in the same anchor, their momentum may differ.
                 history = xxhash.xxh3_64_hexdigest((held.lineage + held.digest).encode())
                 files[name] = f"{name}-v{held.version}-{history}.safetensors"
@@ -255,10 +240,10 @@ class FileStore(Store):
             self._pending = {
                 "format": FORMAT,
                 "epoch": self.epoch,
-                "terms": terms.to_json(),
-                "state": state.describe(),
+                "terms": run.terms.to_json(),
+                "state": run.state.describe(),
                 "files": files,
-                "records": [record.to_json() for record in records],
+                "records": [record.to_json() for record in run.records],
             }
             # What a later version has replaced need not be written, or held, any more.
             self._unwritten = {f: what for f, what in self._unwritten.items() if f in files.values()}
@@ -286,13 +271,7 @@ class FileStore(Store):
                 return
 
     def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
-        temporary = self._parts / f".{file}"
-        with open(temporary, "wb") as out:
-            for piece in stream.write(name, tensor):
-                out.write(piece)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(self._parts / file)
+        write_whole(self._parts / file, stream.write(name, tensor))
         entry = {"file": file, "bytes": stream.length(name, tensor), CHECKSUM: _checksum(tensor)}
         with self._news:
             self._known[file] = entry
@@ -301,9 +280,8 @@ class FileStore(Store):
     def _publish(self, manifest: dict[str, Any]) -> None:
         """Name the files that are there; then those of earlier versions may go."""
         manifest["files"] = {name: self._known[file] for name, file in manifest["files"].items()}
-        _sync_folder(self._parts)
         self._check_epoch()
-        replace(self._folder / "state.json", _with_checksum(manifest))
+        write_whole(self._folder / "state.json", [_with_checksum(manifest)])
         kept = {entry["file"] for entry in manifest["files"].values()}
         with self._news:
             if self._pending is not None:
@@ -319,25 +297,6 @@ class FileStore(Store):
             self._news.notify_all()
         self._thread.join()
         self._journal.close()
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or, after a crash, as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(tensor: torch.Tensor) -> str:

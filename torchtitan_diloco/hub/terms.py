@@ -10,7 +10,7 @@ from torchtitan_diloco.outer.codec import Codec, make_codec
 from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
 from torchtitan_diloco.outer.merge import Weight
 from torchtitan_diloco.outer.merger import Merger
-from torchtitan_diloco.outer.optimizer import OuterSGD, Schedule
+from torchtitan_diloco.outer.optimizer import OuterSGD, Schedule, Shape
 from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.slices import count_for
 from torchtitan_diloco.outer.slots import SlotClock
@@ -114,7 +114,7 @@ class Terms:
                 value = terms.settings[f"semi_sync.outer.{name}"]
                 if type(value) not in (int, float) or not abs(value) < 1e9:
                     raise ValueError(f"semi_sync.outer.{name} is {value!r}")
-            if terms.settings["semi_sync.outer.schedule"] not in ("constant", "linear", "cosine"):
+            if terms.settings["semi_sync.outer.schedule"] not in get_args(Shape):
                 raise ValueError(f"schedule {terms.settings['semi_sync.outer.schedule']!r}")
             if terms.settings["semi_sync.merge.weight"] not in get_args(Weight):
                 raise ValueError(f"weight {terms.settings['semi_sync.merge.weight']!r}")

@@ -228,6 +228,9 @@ def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
     Neither island need be ahead in everything: slots of different fragments commit in any order.
     """
 
+    def rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
+        return entry["tokens"], entry["version"], entry["lineage"], entry["digest"]
+
     pairs = list(zip(mine["fragments"], theirs["fragments"], strict=True))
     ahead = sum(m["tokens"] for m, _ in pairs) > sum(t["tokens"] for _, t in pairs)
     positions = dict(theirs["positions"])
@@ -235,18 +238,8 @@ def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
         positions[name] = max(position, positions.get(name, 0))
     return {
         **theirs,
-        "fragments": [max(pair, key=_rank) for pair in pairs],
+        "fragments": [max(pair, key=rank) for pair in pairs],
         "positions": positions,
         "members": mine["members"] if ahead else theirs["members"],
         "slot": max(mine["slot"], theirs["slot"]),
     }
-
-
-def longer(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether, of two descriptions of one run, the first has the longer history in some fragment."""
-    pairs = zip(mine["fragments"], theirs["fragments"], strict=True)
-    return any(_rank(m)[:2] > _rank(t)[:2] for m, t in pairs)
-
-
-def _rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
-    return entry["tokens"], entry["version"], entry["lineage"], entry["digest"]

@@ -8,7 +8,7 @@ from tests.helpers.hub_words import a_hub, a_run, commit
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.slot import Record
-from torchtitan_diloco.hub.store import Fenced, FileStore
+from torchtitan_diloco.hub.store import Fenced, FileStore, Snapshot
 
 
 def a_stored_run(folder: Path, slots: int = 5, every: int = 1) -> Hub:
@@ -149,7 +149,7 @@ def test_a_second_hub_on_the_folder_fences_the_first(tmp_path: Path) -> None:
         first.commit(Record(1, "failed", (0,)), [0])
     assert hub.terms is not None and hub.state is not None
     with pytest.raises(Fenced):
-        first.save(hub.terms, hub.state, [], {})
+        first.save(Snapshot(hub.terms, hub.state))
     second.commit(Record(1, "failed", (0,)), [0])
     first.close()
     second.close()

@@ -151,16 +151,15 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
         if not address:
             server = LocalServer(folder, meeting.kind(folder), (RUN_ID, run_id))
             address = server.address
+        elif meeting.name == "hub":
+            run_id = config.job.name  # one that serves others as well knows the run by its name
 
     def start(island: Island) -> Child:
         incarnation = Launch(
             island=island.number,
             ranks=island.ranks,
             incarnation=island.incarnation,
-            # A hub that serves others as well knows the run by its name.
-            run_id=run_id
-            if server is not None or meeting is None or meeting.name != "hub"
-            else config.job.name,
+            run_id=run_id,
             config_file=folder / CONFIG,
             meeting=(f"--{meeting.setting}", address) if meeting is not None else (),
         )
