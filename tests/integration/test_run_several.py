@@ -87,7 +87,7 @@ def test_one_island_without_a_method_trains_alone_and_no_lighthouse_is_started(
     arguments = ("--islands", "1", "--semi_sync.method", "none", "--training.steps", "25")
     with local_run(tmp_path, write_config(tmp_path, corpus), *arguments) as run:
         assert run.end() == 0, run.output + run.errors
-    assert "Lighthouse none" in run.output and not (run.path / "lighthouse.log").exists()
+    assert "| no Lighthouse" in run.output and not (run.path / "lighthouse.log").exists()
     assert event_schema.problems(run.events(0)) == []
     kinds = [event["event"] for event in run.events(0)]
     assert "round" not in kinds and "heal" not in kinds and kinds[0] == "start" and kinds[-1] == "end"
