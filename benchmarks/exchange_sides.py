@@ -212,12 +212,9 @@ def watch(clock: Clock) -> None:
     from torchtitan_diloco.exchange.bulk import GlooBulk
     from torchtitan_diloco.island.parameters import IslandParameters
     from torchtitan_diloco.outer import state
-    from torchtitan_diloco.semi_sync import diloco
     from torchtitan_diloco.semi_sync.wire import Wire
 
-    clock.watch(IslandParameters, "snapshot", "snapshot")
-    clock.watch(diloco, "pseudo_gradient", "delta")
-    clock.watch(Wire, "encode", "encode")
+    clock.watch(Wire, "encode", "snapshot, delta and encoding")
     clock.watch(GlooBulk, "exchange", "wire")
     clock.watch(state, "_advance", "merge, outer step and digests")
     clock.watch(IslandParameters, "scatter", "scatter")

@@ -20,6 +20,7 @@ from torchtitan_diloco.outer.fragments import Fragment, Piece, TensorSpec
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.values import Flat
 from torchtitan_diloco.semi_sync.wire import Wire
 
 RUN = "run"
@@ -108,7 +109,7 @@ class HubIsland:
             self.island, slot, fragment, held.version, held.digest, held.lineage, held.tokens, steps,
             10 * steps, True, {f"a/{self.island}": slot + 1}, {}, {"a": "0-9"}, False,
         )  # fmt: skip
-        payload = self.wire.encode(fragment, slot, delta_of(self.island, slot, self.sizes[fragment]))
+        payload = self.wire.encode(fragment, slot, Flat(delta_of(self.island, slot, self.sizes[fragment])))
         self.transport.offer(header, payload, self.state.outer_step(fragment, slot))
 
     def settle(self, slot: int, seconds: float = 60.0) -> Outcome:

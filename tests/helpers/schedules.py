@@ -28,6 +28,7 @@ from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.outer.fragments import Fragment, TensorSpec
 from torchtitan_diloco.outer.shares import split
+from torchtitan_diloco.outer.values import Flat, Strung, whole
 from torchtitan_diloco.semi_sync import Setup
 from torchtitan_diloco.semi_sync.diloco import DiLoCo
 
@@ -50,8 +51,8 @@ class Weights:
     def __init__(self) -> None:
         self.local = torch.zeros(2)
 
-    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.local.clone() if out is None else out.copy_(self.local)
+    def present(self, fragment: Fragment) -> Strung:
+        return Flat(self.local.clone())
 
     def scatter(self, fragment: Fragment, flat: torch.Tensor | None, alpha: float = 0.0) -> None:
         assert flat is not None and alpha == 0.0
@@ -131,7 +132,7 @@ class Actor:
 
     def enter(self, checkpoint: "tuple[Any, ...] | None") -> None:
         sim, method = self.sim, self.method
-        method.outer = method._found([self.weights.snapshot(f) for f in method.fragments])
+        method.outer = method._found([whole(self.weights.present(f)) for f in method.fragments])
         if checkpoint is not None:
             (description, tensors), positions, self.weights.local, self.pending = checkpoint
             self.pending = list(self.pending)

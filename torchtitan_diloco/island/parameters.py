@@ -17,7 +17,9 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.group import GATEWAY, IslandGroup
 from torchtitan_diloco.island.layout import Box, Layout, Report, UnsupportedLayout, box_of
 from torchtitan_diloco.island.staging import Staging
+from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.fragments import Fragment, Piece
+from torchtitan_diloco.outer.values import Flat, Strung
 
 
 def canonical_tensors(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,6 +111,16 @@ class IslandParameters:
                     shard.inside.of(views[shard.piece]).copy_(values)
         return flat
 
+    def present(self, fragment: Fragment) -> Strung | None:
+        """The fragment's present values, on the gateway only; to be read before training goes on.
+
+        Where one rank holds all of them in memory that the CPU reads, they are read where they are, else gathered first.
+        """
+        if self.group.size == 1 and not self._staging.staged:
+            return Strung([self._held(shard).reshape(-1) for shard in self._shards(fragment, GATEWAY)])
+        flat = self.snapshot(fragment, buffers.empty(fragment.numel) if self.group.is_gateway else None)
+        return None if flat is None else Flat(flat)
+
     @torch.no_grad()
     def scatter(self, fragment: Fragment, flat: torch.Tensor | None, alpha: float = 0.0) -> None:
         """Overwrite the fragment on all ranks with ``flat`` (as ``snapshot`` gives it; needed on the gateway only).
@@ -149,7 +161,7 @@ class IslandParameters:
                 values.copy_(self._held(shard), non_blocking=True)
         return buffer
 
-    def _staged(self, shards: list["Shard"], wanted: Iterable["Values"]) -> Iterator["Values"]:
+    def _staged(self, shards: list["Shard"], wanted: Iterable["Held"]) -> Iterator["Held"]:
         """The same values in memory that an accelerator copies from by itself."""
         for (shard, staged), (_, values) in zip(cut(self._buffer(shards), shards), wanted, strict=True):
             staged.copy_(values)
@@ -159,7 +171,7 @@ class IslandParameters:
         """The values of a shard of this rank, as a view of what it trains."""
         return shard.of_local.of(local_part(self._local[shard.piece.spec.name]))
 
-    def _put(self, wanted: Iterable["Values"], alpha: float) -> None:
+    def _put(self, wanted: Iterable["Held"], alpha: float) -> None:
         with self._staging.pushing():
             for shard, values in wanted:
                 held = self._held(shard)
@@ -190,10 +202,10 @@ class Shard:
     of_local: Box
 
 
-Values = tuple[Shard, torch.Tensor]
+Held = tuple[Shard, torch.Tensor]
 
 
-def cut(buffer: torch.Tensor, shards: list[Shard]) -> Iterator[Values]:
+def cut(buffer: torch.Tensor, shards: list[Shard]) -> Iterator[Held]:
     """Each shard's values as a view of a flat buffer that holds them one after the other."""
     offset = 0
     for shard in shards:

@@ -6,13 +6,14 @@ The first touch of a page costs several times what a copy into it does, and the 
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 from threading import Lock
 
 import numpy as np
 import torch
 
 GRAIN = 2 << 20
-"""Blocks are multiples of it, so that fragments of nearly one size share them."""
+"""Blocks are multiples of it, so that fragments of nearly one size share them, and that huge pages fit."""
 
 SMALL = 1 << 20
 """Bytes below which the C library does it as well."""
@@ -75,7 +76,10 @@ class Buffers:
 
 def new_block(nbytes: int) -> mmap.mmap:
     """Fresh memory of at least ``nbytes``; no page of it is there before it is used."""
-    return mmap.mmap(-1, -(-nbytes // GRAIN) * GRAIN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = mmap.mmap(-1, -(-nbytes // GRAIN) * GRAIN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them has small ones
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 _buffers = Buffers()

@@ -18,12 +18,13 @@ from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport
 from torchtitan_diloco.outer import buffers
-from torchtitan_diloco.outer.delta import pseudo_gradient
-from torchtitan_diloco.outer.fragments import Fragment, fingerprint
+from torchtitan_diloco.outer.delta import PseudoGradient
+from torchtitan_diloco.outer.fragments import fingerprint
 from torchtitan_diloco.outer.optimizer import OuterSGD, Schedule
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.values import whole
 from torchtitan_diloco.semi_sync.fragments import dump, partition
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
 from torchtitan_diloco.semi_sync.share import DataShare
@@ -101,9 +102,9 @@ class DiLoCo(SemiSync):
         if step >= self.clock.last_step and self.complete():
             self._help_others_finish(step)
             return step
-        anchors = [self._snapshot(fragment) for fragment in self.fragments]
+        present = [self.parameters.present(fragment) for fragment in self.fragments]
         if self.group.is_gateway and self.outer is None:
-            self.outer = self._found([a for a in anchors if a is not None])
+            self.outer = self._found([whole(values) for values in present if values is not None])
         step = self._take_state(self._enter, step)
         self.setup.trace.step = step
         self.setup.trace.event("join", slot=self.next_slot)
@@ -240,21 +241,24 @@ class DiLoCo(SemiSync):
         return step
 
     def send(self, slot: int, step: int) -> None:
-        """Snapshot the slot's fragment and offer its delta."""
+        """Offer the delta of the slot's fragment, as it is now."""
         began = time.monotonic()
         index = self.clock.fragment_of(slot)
         fragment = self.fragments[index]
-        local = self._snapshot(fragment)
+        local = self.parameters.present(fragment)
         flight = Flight(slot, index, step + self.setup.config.overlap, 0, 0.0)
         self.flights.append(flight)
         self.flights.sort(key=lambda f: f.slot)
         if self.group.is_gateway:
             assert self.outer is not None and self.transport is not None and local is not None
             if self.setup.dump_sends:
-                self._dump(f"slot-{slot:06d}", [(index, local)])
+                self._dump(f"slot-{slot:06d}", [(index, whole(local))])
             state = self.outer.states[index]
             flight.version = state.version
-            delta, finite = pseudo_gradient(fragment, state.anchor, local)
+            delta = PseudoGradient(fragment, state.anchor, local)
+            payload = self.wire.encode(index, slot, delta)
+            if not delta.finite:
+                payload = self.wire.blank(index)
             header = Header(
                 island=self.setup.island,
                 slot=slot,
@@ -265,19 +269,12 @@ class DiLoCo(SemiSync):
                 tokens_total=state.tokens,
                 steps=self.steps[index],
                 tokens=self.tokens[index],
-                finite=finite,
+                finite=delta.finite,
                 **self.data.header(self.outer),
             )
             flight.finite = header.finite
-            payload = self.wire.encode(index, slot, delta) if header.finite else self.wire.blank(index)
             self.transport.offer(header, payload, self.outer.outer_step(index, slot))
         flight.stall_s = time.monotonic() - began
-
-    def _snapshot(self, fragment: Fragment) -> torch.Tensor | None:
-        """The fragment's present values, on the gateway; in memory that was used before, if there is any."""
-        return self.parameters.snapshot(
-            fragment, out=buffers.empty(fragment.numel) if self.group.is_gateway else None
-        )
 
     def poll(self, flight: Flight, timeout_s: float = POLL_S) -> Outcome | None:
         """The outcome of a flight, if it is known; on the gateway."""

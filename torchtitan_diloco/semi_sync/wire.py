@@ -12,6 +12,7 @@ from torchtitan_diloco.outer.fragments import Fragment
 from torchtitan_diloco.outer.merge import ELEMENTWISE
 from torchtitan_diloco.outer.merger import Merger
 from torchtitan_diloco.outer.slices import count_for, cut
+from torchtitan_diloco.outer.values import Values, whole
 
 
 class Wire:
@@ -52,14 +53,17 @@ class Wire:
             [ErrorFeedback(encoder) for encoder in self._encoders] if config.error_feedback else None
         )
 
-    def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
-        """The payload (uint8) for a delta (float32, 1-D, finite), which is used up."""
+    def encode(self, fragment: int, slot: int, delta: Values) -> torch.Tensor:
+        """The payload (uint8) for a delta (float32), which is used up.
+
+        The delta passes through memory once: what is read of it is encoded while it is in the processor's cache.
+        """
         if self._codec.is_plain and not self._feedback:
-            return delta.view(torch.uint8)  # as it is: nothing is lost, so there is nothing to do
+            return whole(delta).view(torch.uint8)  # as it is: nothing is lost
         buffer = self._payload(fragment)
         seed = noise_seed(self._run_id, slot, fragment, self._island) if self._codec.stochastic else None
         if self._feedback:
-            self._feedback[fragment].propose(delta, buffer, seed)
+            self._feedback[fragment].propose(whole(delta), buffer, seed)
         else:
             self._encoders[fragment].encode(delta, buffer, seed)
         return buffer

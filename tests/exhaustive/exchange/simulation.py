@@ -26,6 +26,7 @@ from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.state import Advance, OuterState
+from torchtitan_diloco.outer.values import Flat
 from torchtitan_diloco.semi_sync.wire import Wire
 
 WINDOW_S = 1.0
@@ -115,7 +116,7 @@ class Actor:
             self.merged[slot] = merged.whole().clone()
             return take(Merged.of(merged.delta))
 
-        self.transport.offer(header, self.wire.encode(fragment, slot, delta), outer_step)
+        self.transport.offer(header, self.wire.encode(fragment, slot, Flat(delta)), outer_step)
 
     def poll(self) -> None:
         if not self.sent or not self.alive() or self.healing:

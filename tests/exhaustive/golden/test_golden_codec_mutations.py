@@ -31,7 +31,7 @@ RUNS = {
 """By what shows a fault. Those that need values no training makes are planted in tests/unit/outer only."""
 
 USE = [
-    Fault("encoded without the residual", wire, "self._feedback[fragment].propose(delta, buffer, seed)",
+    Fault("encoded without the residual", wire, "self._feedback[fragment].propose(whole(delta), buffer, seed)",
           "self._encoders[fragment].encode(delta, buffer, seed)", "feedback"),
     Fault("residual moves whatever becomes of the slot", wire, "            if counted:", "            if True:", "feedback"),
     Fault("residual never settled", wire, "            if counted:", "            if False:", "feedback"),

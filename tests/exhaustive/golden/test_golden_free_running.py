@@ -18,6 +18,7 @@ from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.outer.fragments import Fragment, TensorSpec
 from torchtitan_diloco.outer.merge import Contribution, Merged, Weight, mean
+from torchtitan_diloco.outer.values import Flat, Strung, Values, whole
 from torchtitan_diloco.semi_sync import Setup, make_method
 from torchtitan_diloco.semi_sync.diloco import DiLoCo, Flight
 
@@ -54,8 +55,8 @@ class Float64Parameters:
         }
         self.specs = {name: TensorSpec(name, (size,), torch.float64) for name, size in SIZES.items()}
 
-    def snapshot(self, fragment: Fragment, out: torch.Tensor | None = None) -> torch.Tensor:
-        return fragment.flatten({name: t.detach() for name, t in self.tensors.items()}, torch.float64)
+    def present(self, fragment: Fragment) -> Strung:
+        return Flat(fragment.flatten({name: t.detach() for name, t in self.tensors.items()}, torch.float64))
 
     @torch.no_grad()
     def scatter(self, fragment: Fragment, flat: torch.Tensor, alpha: float = 0.0) -> None:
@@ -90,8 +91,8 @@ class Float64Wire:
         self.plans = [Float64Plan(fragment.numel) for fragment in fragments]
         self.weight = weight
 
-    def encode(self, fragment: int, slot: int, delta: torch.Tensor) -> torch.Tensor:
-        return delta
+    def encode(self, fragment: int, slot: int, delta: Values) -> torch.Tensor:
+        return whole(delta)
 
     def settle(self, fragment: int, slot: int, committed: bool, counted: bool) -> None:
         pass

@@ -37,7 +37,7 @@ EXCHANGE_LATE = """        while self.next_slot < self.clock.reached(step) and n
         return step"""
 
 FAULTS = [
-    Fault("sign of the delta", delta, "torch.sub(start, delta, ", "torch.sub(delta, start, ", PLAIN),
+    Fault("sign of the delta", delta, "torch.sub(start[place], values, ", "torch.sub(values, start[place], ", PLAIN),
     Fault("sign of the update", optimizer,
           "torch.sub(anchor, delta, out=delta)", "torch.add(anchor, delta, out=delta)", PLAIN),
     Fault("momentum taken on the delta too", optimizer, "momentum += delta", "momentum += delta * self.momentum", PLAIN),
@@ -108,8 +108,8 @@ FAULTS = [
     Fault("counters restarted at the send", diloco,
           "self.setup.config.mix_alpha)\n            self.steps[index] = self.tokens[index] = 0",
           "self.setup.config.mix_alpha)\n            self.steps[index] = self.setup.config.overlap", STREAMING),
-    Fault("delta from the anchor of another fragment", diloco, "pseudo_gradient(fragment, state.anchor, local)",
-          "pseudo_gradient(fragment, torch.roll(state.anchor, 1), local)", STREAMING),
+    Fault("delta from the anchor of another fragment", diloco, "PseudoGradient(fragment, state.anchor, local)",
+          "PseudoGradient(fragment, torch.roll(state.anchor, 1), local)", STREAMING),
     Fault("base version stale", diloco, "                version=state.version,",
           "                version=state.version - (self.setup.island == 1),", STREAMING),
     Fault("anchor of another fragment scattered", diloco, "anchor = self.outer.states[index].anchor if",

@@ -26,6 +26,7 @@ from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.values import Flat
 from torchtitan_diloco.semi_sync.wire import Wire
 
 SIZE = 100
@@ -110,7 +111,7 @@ class Side:
 
     async def slot(self, slot: int = 0):
         reply = self.link.ask("POST", f"/slots/{slot}/header", self.header(slot).to_json())
-        payload = self.wire.encode(0, slot, torch.ones(SIZE))
+        payload = self.wire.encode(0, slot, Flat(torch.ones(SIZE)))
         assert reply["missing"]
         self.link.put(f"/slots/{slot}/payload", payload, reply["missing"], lambda size: None)
         return await self.ask("GET", f"/slots/{slot}/outcome", wait_s=10.0)
@@ -265,7 +266,9 @@ def test_doubled_damaged_and_reordered_copies_of_a_contribution_count_once(tmp_p
             while not one.hub.seats.members:
                 await one.turn()
             one.link.ask("POST", "/slots/0/header", one.header().to_json())
-            one.link.put("/slots/0/payload", one.wire.encode(0, 0, torch.ones(SIZE)), [], lambda size: None)
+            one.link.put(
+                "/slots/0/payload", one.wire.encode(0, 0, Flat(torch.ones(SIZE))), [], lambda size: None
+            )
             up, _, _ = folders(tmp_path, RUN)
             whole = {path: path.read_bytes() for path in up.glob("slot-0.*")}
             for path in whole:
@@ -315,7 +318,9 @@ def test_an_island_that_is_to_stop_leaves_a_slot_when_the_hub_says_so(tmp_path):
                 await one.turn()
             await other_member(one)
             one.link.ask("POST", "/slots/0/header", one.header().to_json())
-            one.link.put("/slots/0/payload", one.wire.encode(0, 0, torch.ones(SIZE)), [], lambda size: None)
+            one.link.put(
+                "/slots/0/payload", one.wire.encode(0, 0, Flat(torch.ones(SIZE))), [], lambda size: None
+            )
             while not one.hub.open:
                 await one.turn()
             assert (await one.ask("POST", "/slots/0/withdraw"))["status"] == "withdrawn"
@@ -341,7 +346,7 @@ def test_an_island_that_is_to_stop_does_not_wait_for_a_mirror_that_is_away(tmp_p
     monkeypatch.setattr(spool_link, "ASK_S", 0.05)
     one = Side(tmp_path)
     one.link.ask("POST", "/slots/0/header", one.header().to_json())
-    one.link.put("/slots/0/payload", one.wire.encode(0, 0, torch.ones(SIZE)), [], lambda size: None)
+    one.link.put("/slots/0/payload", one.wire.encode(0, 0, Flat(torch.ones(SIZE))), [], lambda size: None)
     with pytest.raises(Unreachable):
         one.link.ask("POST", "/slots/0/withdraw")
     time.sleep(0.1)

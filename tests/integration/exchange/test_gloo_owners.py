@@ -11,6 +11,7 @@ from torchtitan_diloco.config.own import CodecConfig, LighthouseConfig, MergeCon
 from torchtitan_diloco.exchange import bulk
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.outer.slices import Division
+from torchtitan_diloco.outer.values import Flat
 from torchtitan_diloco.semi_sync.wire import Wire
 
 ISLANDS = 5
@@ -31,7 +32,7 @@ class Owner(Gateway):
         seed = torch.Generator().manual_seed(1000 * self.state.slot + self.island)
         delta = torch.randn(SIZE, generator=seed)
         given = delta.clone()
-        payload = self.wire.encode(0, self.state.slot, delta) if finite else self.wire.blank(0)
+        payload = self.wire.encode(0, self.state.slot, Flat(delta)) if finite else self.wire.blank(0)
         self.offer(0.0, finite=finite, payload=payload)
         return given
 

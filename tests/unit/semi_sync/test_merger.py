@@ -8,6 +8,7 @@ from torchtitan_diloco.outer.codec import make_codec
 from torchtitan_diloco.outer.fragments import TensorSpec, balanced
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.slices import Division
+from torchtitan_diloco.outer.values import Flat
 from torchtitan_diloco.semi_sync.wire import Wire
 
 ISLANDS = 5
@@ -28,7 +29,7 @@ def contributions(islands: list[Wire], slot: int, fragment: int = 0) -> list[Con
     """What the islands send; the slot counts for their first residuals."""
     sent = []
     for i, wire in enumerate(islands):
-        payload = wire.encode(fragment, slot, delta(slot, i)[: FRAGMENTS[fragment].numel]).clone()
+        payload = wire.encode(fragment, slot, Flat(delta(slot, i)[: FRAGMENTS[fragment].numel])).clone()
         sent.append(Contribution(i, 1 + i, 10 + i, payload))
     return sent
 

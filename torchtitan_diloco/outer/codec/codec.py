@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from torchtitan_diloco.outer.pieces import PIECE
+from torchtitan_diloco.outer.values import Values
 
 CACHED_VALUES = PIECE
 """Values a CPU works on at a time."""
@@ -136,13 +137,15 @@ class Plan:
 
     def encode(
         self,
-        values: torch.Tensor,
+        values: torch.Tensor | Values,
         buffer: torch.Tensor,
         seed: int | None = None,
         error: torch.Tensor | None = None,
         first: int = 0,
     ) -> None:
         """Encode ``values`` (float32 ``[numel]``, finite) into ``buffer`` (uint8 ``[nbytes]``).
+
+        values: a tensor, or, on a CPU and without error, the whole row that it would be a slice of, from which it is read.
 
         seed: of the noise, where the codec rounds stochastically (see ``noise_seed``). error: receives
         values - decoded (float32 ``[numel]``; may be ``values`` itself), at less than the price of another decoding.
@@ -153,9 +156,12 @@ class Plan:
         self.check(values, buffer, seed)
         if error is not None:
             check_flat(error, torch.float32, self.numel)
+            if not isinstance(values, torch.Tensor):
+                raise ValueError("what is lost can only be told of a tensor")
         for chunk in self._chunks:
             kernel, here = chunk.kernel, slice(chunk.start, chunk.stop)
-            count, part = chunk.stop - chunk.start, values[here]
+            count = chunk.stop - chunk.start
+            part = self._part(values, here, first)
             if count != kernel.size:
                 self._padded[:count].copy_(part)
                 kernel.encode(self._padded, seed or 0, first + chunk.start)
@@ -256,9 +262,18 @@ class Plan:
         elif not direct:
             target.copy_(decoded[:count])
 
-    def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
+    def _part(self, values: torch.Tensor | Values, here: slice, first: int) -> torch.Tensor:
+        """Of what is encoded; valid until the next."""
+        if isinstance(values, torch.Tensor):
+            return values[here]
+        part = self._decoded[: here.stop - here.start]
+        values.read(slice(first + here.start, first + here.stop), part)
+        return part
+
+    def check(self, values: torch.Tensor | Values, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
-        check_flat(values, torch.float32, self.numel)
+        if isinstance(values, torch.Tensor):
+            check_flat(values, torch.float32, self.numel)
         check_flat(buffer, torch.uint8, self.nbytes)
         if self.codec.stochastic and seed is None:
             raise ValueError("stochastic rounding needs a seed")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan_diloco.outer.codec.codec import Codec, Plan, check_flat
+from torchtitan_diloco.outer.values import Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class SlicedPlan:
 
     def encode(
         self,
-        values: torch.Tensor,
+        values: torch.Tensor | Values,
         buffer: torch.Tensor,
         seed: int | None = None,
         error: torch.Tensor | None = None,
@@ -57,7 +58,8 @@ class SlicedPlan:
             check_flat(error, torch.float32, self.numel)
         for s in self.slices:
             lost = None if error is None else error[s.start : s.stop]
-            s.plan.encode(values[s.start : s.stop], buffer[s.low : s.high], seed, lost, first=s.start)
+            mine = values[s.start : s.stop] if isinstance(values, torch.Tensor) else values
+            s.plan.encode(mine, buffer[s.low : s.high], seed, lost, first=s.start)
 
     def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
         """As ``Plan.decode``."""
@@ -85,9 +87,10 @@ class SlicedPlan:
             for piece in s.plan.sum_by_pieces(parts, shares, out[s.start : s.stop]):
                 yield slice(s.start + piece.start, s.start + piece.stop)
 
-    def check(self, values: torch.Tensor, buffer: torch.Tensor, seed: int | None) -> None:
+    def check(self, values: torch.Tensor | Values, buffer: torch.Tensor, seed: int | None) -> None:
         """Raise ValueError where ``encode`` would."""
-        check_flat(values, torch.float32, self.numel)
+        if isinstance(values, torch.Tensor):
+            check_flat(values, torch.float32, self.numel)
         check_flat(buffer, torch.uint8, self.nbytes)
         if self.codec.stochastic and seed is None:
             raise ValueError("stochastic rounding needs a seed")
