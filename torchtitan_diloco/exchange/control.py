@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -17,12 +17,15 @@ import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
 from torchtitan_diloco.exchange.messages import Message, from_json, to_json
+from torchtitan_diloco.hub.refusal import Refusal
+from torchtitan_diloco.hub.service import chunk_of
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.listening import bind, url_of
-from torchtitan_diloco.outer import stream
 from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState
 
@@ -33,6 +36,7 @@ MESSAGE_LIMIT = 1 << 20  # bytes; a header names every stream the island has rea
 PEER_TIMEOUT_S = 10.0  # one request to a peer
 IDLE_S = 60.0
 """How long an unused connection to a peer is kept: a new one costs a slot a round trip, but firewalls forget old ones."""
+STREAMS = 4  # connections to the island whose state is taken
 RUN_HEADER = "x-diloco-run"
 
 
@@ -86,11 +90,12 @@ class ControlServer:
         with self._lock:
             self._shelf.pop(str(state.slot), None)
             self._shelf[str(state.slot)] = state.copy()
-            for key in list(self._shelf)[:-1]:
-                # Without it, whoever reads it has to begin its heal again.
-                unread = time.monotonic() - self._read.get(key, float("-inf")) > PEER_TIMEOUT_S
-                if unread or len(self._shelf) > SHELVED:
-                    del self._shelf[key]
+            *earlier, last = self._shelf
+            # Without it, whoever reads it has to begin its heal again; of several, the one that was begun first goes on.
+            now = time.monotonic()
+            read = [key for key in earlier if now - self._read.get(key, float("-inf")) <= PEER_TIMEOUT_S]
+            kept = read[: SHELVED - 1]
+            self._shelf = {key: self._shelf[key] for key in (*kept, last)}
             self._read = {key: at for key, at in self._read.items() if key in self._shelf}
 
     def close(self) -> None:
@@ -139,17 +144,14 @@ class ControlServer:
         key, name = request.path_params["key"], request.path_params["name"]
         with self._lock:
             state = self._shelf.get(key)
+            self._read[key] = time.monotonic()
         tensor = state.tensors().get(name) if state else None
         if tensor is None:
             return JSONResponse({"error": f"{name} of slot {key} is no longer held"}, status_code=410)
-        length = str(stream.length(name, tensor))
-        return StreamingResponse(self._lend(key, name, tensor), headers={"content-length": length})
-
-    async def _lend(self, key: str, name: str, tensor: torch.Tensor) -> AsyncIterator[bytes | memoryview]:
-        for piece in stream.write(name, tensor):
-            with self._lock:
-                self._read[key] = time.monotonic()
-            yield piece
+        try:
+            return chunk_of(request, tensor.view(torch.uint8))
+        except Refusal as refusal:
+            return JSONResponse({"error": str(refusal)}, status_code=400)
 
 
 class Outbox:
@@ -212,18 +214,21 @@ class PeerClient:
     """Reads settings and outer state of a peer. Raises httpx.HTTPError when it cannot, ValueError when it is malformed."""
 
     def __init__(self, url: str, run_id: str, timeout_s: float) -> None:
+        """timeout_s: without a byte of an answer."""
         self._client = httpx.Client(
             base_url=url, timeout=timeout_s, trust_env=False, headers={RUN_HEADER: run_id}
         )
+        self._chunks = Chunks(STREAMS, "heal")
 
     def __enter__(self) -> "PeerClient":
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._chunks.close()
         self._client.close()
 
-    def _get(self, path: str) -> httpx.Response:
-        response = self._client.get(path)
+    def _get(self, path: str, **query: int) -> httpx.Response:
+        response = self._client.get(path, params=query)
         response.raise_for_status()
         return response
 
@@ -233,8 +238,14 @@ class PeerClient:
     def state(self) -> dict[str, Any]:
         return dict(self._get("/state").json())
 
-    def tensor(self, key: str, name: str) -> tuple[torch.Tensor, int]:
-        """A tensor of a published state, and the bytes it took."""
-        with self._client.stream("GET", f"/state/{key}/{name}") as response:
-            response.raise_for_status()
-            return stream.read(name, response.iter_raw())
+    def fetch(self, key: str, name: str, into: Upload) -> None:
+        """What is missing of a tensor of a published state. Raises Unreachable; what has come stays."""
+        path = f"/state/{key}/{name}"
+
+        def request(start: int, size: int) -> httpx.Response:
+            try:
+                return self._get(path, offset=start, size=size)
+            except httpx.HTTPError as error:
+                raise Unreachable(f"{self._client.base_url}: {str(error) or type(error).__name__}") from error
+
+        self._chunks.fetch(path, into, request, lambda size: None)

@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import httpx
 
 from torchtitan_diloco.errors import Resumable, UserError
+from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, PeerClient
 from torchtitan_diloco.exchange.membership import Membership, Peer
+from torchtitan_diloco.exchange.taking import StateTaker
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Waiting
-from torchtitan_diloco.outer.state import OuterState, combine
+from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class Entry:
         self._adopted = adopted
         self._note = note
         self._deadline = 0.0
+        self._taker = StateTaker()
 
     def join(self, state: OuterState) -> Joined:
         """Raises UserError naming the settings in which this island and another differ."""
@@ -173,7 +177,7 @@ class Entry:
         try:
             self._check_settings(source)
             return self._copy(state, source, whole)
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, Unreachable, ValueError) as error:
             logger.warning("the state of island %d could not be taken: %s", source.island, error)
             if self._stop.is_set() or time.monotonic() > self._deadline:
                 raise Resumable(f"no state to be had from island {source.island}: {error}") from error
@@ -185,17 +189,8 @@ class Entry:
         began = time.monotonic()
         with PeerClient(source.url, self._hello.run_id, PEER_TIMEOUT_S) as client:
             offered = client.state()
-            mine = state.describe()
-            description = offered["state"] if whole else combine(mine, offered["state"])
-            tensors, received = state.tensors(), 0
-            for i, (theirs, ours) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
-                if theirs != ours:
-                    for name in (f"anchor.{i}", f"momentum.{i}"):
-                        tensors.pop(name, None)
-                        if name in offered["tensors"]:
-                            tensors[name], size = client.tensor(offered["key"], name)
-                            received += size
-        state.restore(description, tensors)
+            received = self._taker.take(state, offered, partial(client.fetch, offered["key"]), whole)
+        self._taker.done()
         step = int(offered["step"])
         self._adopted(state, step)
         heal = Heal(source.island, received, time.monotonic() - began, max(s.version for s in state.states))

@@ -12,11 +12,12 @@ import torch
 
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable, UserError
+from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.exchange.deal import Merge
-from torchtitan_diloco.exchange.hub_link import HubLink, Link, Unreachable
-from torchtitan_diloco.exchange.hub_state import HUB_SOURCE, StateTaker, Taken
+from torchtitan_diloco.exchange.hub_link import HubLink, Link
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.exchange.taking import StateTaker
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import (
     Heal,
@@ -56,6 +57,19 @@ class Offer:
     merged: Upload | None = None  # as far as it has come
 
 
+HUB_SOURCE = -1
+"""In a heal event, in the place of an island's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """settled: what was taken holds all slots that this island takes no part in."""
+
+    joined: Joined
+    settled: bool
+    version: int
+
+
 @register_transport("hub")
 class HubTransport(Transport):
     """One gateway's side. Each open slot has a thread, which says everything again until the hub has answered."""
@@ -83,7 +97,7 @@ class HubTransport(Transport):
         self._step = 0
         self._link: Link | None = None
         self._joined = False
-        self._state = StateTaker(lambda: self._ask("GET", "/state"), self._get)
+        self._state = StateTaker()
 
     def _require_address(self) -> None:
         if not self._config.urls:
@@ -225,9 +239,20 @@ class HubTransport(Transport):
         return taken.joined
 
     def _take(self, state: OuterState, whole: bool) -> Taken:
-        taken = self._state.take(state, whole)
+        """Make ``state`` the hub's: all of it, or the fragments that are further there. Raises Unreachable or Refusal."""
+        began = time.monotonic()
+        offered = self._ask("GET", "/state")
+        get = lambda name, upload: self._get(f"/state/{offered['key']}/{name}", upload)
+        try:
+            received = self._state.take(state, offered, get, whole)
+        except ValueError as error:
+            raise Unreachable(f"the hub's state has come damaged: {error}") from error
         self.publish(state)
-        return taken
+        version = max(held.version for held in state.states)
+        heal = Heal(HUB_SOURCE, received, time.monotonic() - began, version)
+        present = tuple(int(i) for i in offered["present"])
+        joined = Joined(int(offered["step"]), (heal,) if received else (), present)
+        return Taken(joined, bool(offered["settled"]), version)
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 

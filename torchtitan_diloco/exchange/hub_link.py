@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -12,6 +11,7 @@ import xxhash
 
 from torchtitan_diloco.config.own import TransportConfig
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
@@ -21,15 +21,9 @@ from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.listening import is_loopback
 from torchtitan_diloco.outer.policy import Member
 
-CHUNK = 4 << 20  # bytes of bulk in one request
-SMALLEST_CHUNK = 256 << 10
 REQUEST_S = 10.0  # for a message
 CHUNK_S = 60.0  # for a chunk, however slow the link
 CONNECT_S = 10.0
-
-
-class Unreachable(Exception):
-    """The hub, or something on the way to it, did not answer as it should; to be tried again."""
 
 
 class Link(Protocol):
@@ -64,7 +58,6 @@ class HubLink:
         self._pace, self._ca_file = pace, config.ca_file
         self._epoch = 0
         self._lock = threading.Lock()
-        self._chunk = CHUNK
         headers = {RUN: run_id, ISLAND: str(member.island), INCARNATION: member.incarnation}
         if config.token_file:
             headers["authorization"] = f"Bearer {read_token(config.token_file)}"
@@ -87,14 +80,14 @@ class HubLink:
 
         self._messages = client(32, REQUEST_S)
         self._bulk = client(streams, CHUNK_S)
-        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="hub-bulk")
+        self._chunks = Chunks(streams, "hub-bulk")
 
     @property
     def url(self) -> str:
         return self._urls[self._at % len(self._urls)]
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._chunks.close()
         self._messages.close()
         self._bulk.close()
 
@@ -128,57 +121,17 @@ class HubLink:
             )  # fmt: skip
             moved(len(chunk))
 
-        self._each(send, ranges)
+        self._chunks.each(send, ranges)
 
     def get(self, path: str, into: Upload, moved: Callable[[int], None]) -> None:
         """Fetch what is missing of it; what has come stays, whatever happens. Raises Unreachable or Refusal.
 
         moved: is told how many bytes have come.
         """
-        lock = threading.Lock()
-
-        def fetch(start: int, stop: int) -> None:
-            size = stop - start
-            response = self._send(self._bulk, "GET", path, params={"offset": start, "size": size})
-            chunk = response.content
-            if len(chunk) != size or xxhash.xxh3_64_hexdigest(chunk) != response.headers.get(CHECKSUM):
-                raise Unreachable(f"{len(chunk)} bytes of {path} have come damaged")
-            with lock:
-                into.write(start, chunk)
-            moved(size)
-
-        self._each(fetch, into.missing())
-
-    def _each(self, act: Callable[[int, int], None], ranges: Iterable[tuple[int, int]]) -> None:
-        """Chunk by chunk over all connections. What was cut is tried again in smaller ones, as long as some of it arrives."""
-        left = list(ranges)
-        while left:
-            chunks = [
-                (at, min(at + self._chunk, stop))
-                for start, stop in left
-                for at in range(start, stop, self._chunk)
-            ]
-            futures = [self._pool.submit(act, start, stop) for start, stop in chunks]
-            left, cut = [], None
-            try:
-                for chunk, future in zip(chunks, futures, strict=True):
-                    try:
-                        future.result()
-                    except CancelledError:
-                        left.append(chunk)
-                    except Unreachable as error:
-                        left.append(chunk)
-                        cut = error
-                        for other in futures:  # nobody waits for the time-out of every one of them
-                            other.cancel()
-            finally:
-                for future in futures:
-                    future.cancel()
-                wait(futures)  # so that none of them writes into what the next attempt reads
-            if cut is not None:
-                self._chunk = max(SMALLEST_CHUNK, self._chunk // 2)
-                if len(left) == len(chunks):
-                    raise cut
+        request = lambda start, size: self._send(
+            self._bulk, "GET", path, params={"offset": start, "size": size}
+        )
+        self._chunks.fetch(path, into, request, moved)
 
     def _send(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> httpx.Response:
         at, url = self._at, self.url

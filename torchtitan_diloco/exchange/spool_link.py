@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.exchange.hub_link import Unreachable
+from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.spool_files import NOTE, Damaged, Inbox, Message, Name, Outbox, folders, read_into
 from torchtitan_diloco.hub.upload import Upload

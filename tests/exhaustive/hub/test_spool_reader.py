@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.hub_islands import RUN, fragments_of, settings_of
 from torchtitan_diloco.config.own import CodecConfig, MergeConfig
 from torchtitan_diloco.exchange import spool_link
-from torchtitan_diloco.exchange.hub_link import Unreachable
+from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.exchange.spool_link import SpoolLink
 from torchtitan_diloco.hub.hub import Hub, Rules
 from torchtitan_diloco.hub.refusal import Refusal

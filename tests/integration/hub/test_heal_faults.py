@@ -12,7 +12,7 @@ import torch
 from tests.helpers.hub_islands import RUN, HubIsland, together
 from tests.helpers.hub_proxy import HubProxy, Request
 from torchtitan_diloco.config.own import TransportConfig
-from torchtitan_diloco.exchange import hub_link
+from torchtitan_diloco.exchange import chunks
 from torchtitan_diloco.hub.hub import Rules
 from torchtitan_diloco.hub.server import HubServer
 from torchtitan_diloco.hub.slot import Job
@@ -66,8 +66,8 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(hub_link, "CHUNK", CHUNK)
-    monkeypatch.setattr(hub_link, "SMALLEST_CHUNK", CHUNK)
+    monkeypatch.setattr(chunks, "CHUNK", CHUNK)
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", CHUNK)
     bench = Bench(tmp_path)
     with bench.proxy.running(), bench.quiet.running():
         bench.found()

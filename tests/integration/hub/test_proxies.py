@@ -6,7 +6,8 @@ from tests.helpers.hub_islands import RUN, HubIsland, together
 from tests.helpers.site_proxies import ConnectProxy, PlainProxy
 from torchtitan_diloco.config.own import TransportConfig
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.exchange.hub_link import CHUNK, HubLink
+from torchtitan_diloco.exchange.chunks import CHUNK
+from torchtitan_diloco.exchange.hub_link import HubLink
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.outer.policy import Member
 
@@ -40,7 +41,7 @@ def test_training_over_https_ends_though_a_proxy_cuts_every_connection(
     proxy.close()
     assert islands[0].state.lineage == islands[1].state.lineage == undisturbed[0].state.lineage
     assert proxy.tunnels > 10 and proxy.cut >= 5, (proxy.tunnels, proxy.cut)
-    assert any(island.transport._link._chunk < CHUNK for island in islands)  # type: ignore[union-attr]
+    assert any(island.transport._link._chunks.size < CHUNK for island in islands)  # type: ignore[union-attr]
 
 
 def test_a_proxy_that_knows_get_put_and_post_only_is_enough(

@@ -4,11 +4,15 @@ import gc
 import weakref
 from collections.abc import Iterator
 
-import httpx
 import pytest
 import torch
+from starlette.requests import Request
+from starlette.responses import Response
 
+from torchtitan_diloco.exchange import chunks, control
+from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.exchange.control import ControlServer, PeerClient
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.fragments import TensorSpec, whole_model
 from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
@@ -43,30 +47,48 @@ def test_a_state_that_nobody_reads_goes_with_the_next(server, state):
     assert old() is None
 
 
-def test_whoever_reads_a_state_can_finish_it_while_the_next_is_there(server, state):
+def fetch(client: PeerClient, key: str, name: str, into: Upload | None = None) -> torch.Tensor:
+    into = into or Upload(4 * SIZE)
+    client.fetch(key, name, into)
+    assert into.complete
+    return into.data.view(torch.float32)
+
+
+def test_whoever_reads_a_state_can_finish_it_however_often_the_run_commits(server, state, monkeypatch):
     commit(state)
     server.publish(state)
     with PeerClient(server.url, "run", 10.0) as client:
         offered = client.state()
         anchor, momentum = state.states[0].anchor, state.states[0].momentum
+        for name, wanted in (("anchor.0", anchor), ("momentum.0", momentum), ("anchor.0", anchor)):
+            commit(state)
+            server.publish(state)
+            assert torch.equal(fetch(client, offered["key"], name), wanted)
+            assert torch.equal(fetch(client, client.state()["key"], "anchor.0"), state.states[0].anchor)
+        monkeypatch.setattr(control, "PEER_TIMEOUT_S", 0.0)  # nobody has read anything for longer than that
         commit(state)
         server.publish(state)
-        for name, wanted in (("anchor.0", anchor), ("momentum.0", momentum)):
-            got, size = client.tensor(offered["key"], name)
-            assert torch.equal(got, wanted) and size > 4 * SIZE
-        commit(state)
-        server.publish(state)  # there is room for two
-        with pytest.raises(httpx.HTTPStatusError, match="410"):
-            client.tensor(offered["key"], "anchor.0")
+        with pytest.raises(Unreachable, match="410"):
+            fetch(client, offered["key"], "anchor.0")
 
 
-def test_a_tensor_that_is_cut_off_is_no_tensor(server, state, monkeypatch):
-    from torchtitan_diloco.outer import stream
-
+def test_what_has_come_of_a_tensor_that_is_cut_off_is_not_fetched_again(server, state, monkeypatch):
+    commit(state)
     server.publish(state)
-    whole = stream.write
-    monkeypatch.setattr(stream, "write", lambda *what: list(whole(*what))[:-1])
+    monkeypatch.setattr(chunks, "CHUNK", 400_000)
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 400_000)
+    served, whole = [], control.chunk_of
+
+    def cut(request: Request, data: torch.Tensor) -> Response:
+        served.append(request.url.query)
+        if len(served) == 3:
+            raise ConnectionError("cut")
+        return whole(request, data)
+
+    monkeypatch.setattr(control, "chunk_of", cut)
+    monkeypatch.setattr(control, "STREAMS", 1)
+    into = Upload(4 * SIZE)
     with PeerClient(server.url, "run", 10.0) as client:
-        key = client.state()["key"]
-        with pytest.raises((httpx.HTTPError, ValueError)):
-            client.tensor(key, "anchor.0")
+        anchor = fetch(client, client.state()["key"], "anchor.0", into)
+    assert torch.equal(anchor, state.states[0].anchor)
+    assert len(served) == 6 and len(set(served)) == 5

@@ -1,0 +1,54 @@
+"""Another's outer state, taken by an island that joins or heals: what differs travels, and what has come stays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.outer.state import OuterState, combine
+
+
+class StateTaker:
+    """What has come is kept, so that a heal that breaks off goes on where it was, from whoever it is to be had next."""
+
+    def __init__(self) -> None:
+        self._coming: dict[str, Upload] = {}  # by tensor and history
+
+    def done(self) -> None:
+        """Nothing of what has come is needed any more."""
+        self._coming = {}
+
+    def take(
+        self, state: OuterState, offered: Mapping[str, Any], get: Callable[[str, Upload], None], whole: bool
+    ) -> int:
+        """Make ``state`` what is offered: all of it, or the fragments that are further there. Returns the bytes it took.
+
+        get: fetches what is missing of a tensor. What it raises passes through, and nothing is changed then. Raises
+        ValueError, and changes nothing, when what has come is damaged; it is all fetched anew next time.
+        """
+        mine = state.describe()
+        description = offered["state"] if whole else combine(mine, offered["state"])
+        tensors = state.tensors()
+        coming: dict[str, Upload] = {}
+        parts: list[tuple[str, Upload]] = []
+        for i, (theirs, ours) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
+            if theirs == ours:
+                continue
+            for name in (f"anchor.{i}", f"momentum.{i}"):
+                tensors.pop(name, None)
+                if name in offered["tensors"]:
+                    # The same history gives the same bits, whoever they come from.
+                    key = f"{name} {theirs['lineage']} {theirs['digest']}"
+                    coming[key] = self._coming.get(key) or Upload(4 * state.fragments[i].numel)
+                    tensors[name] = coming[key].data.view(torch.float32)
+                    parts.append((name, coming[key]))
+        self._coming = coming  # what was begun of other versions is of no use any more
+        for name, upload in parts:
+            get(name, upload)
+        try:
+            state.restore(description, tensors)
+        except ValueError:
+            self._coming = {}
+            raise
+        return sum(upload.nbytes for upload in coming.values())
