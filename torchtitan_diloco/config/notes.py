@@ -1,6 +1,6 @@
 """Remarks on a valid configuration: settings that do not do what one might think."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torchtitan_diloco.config.fields import get, keys
 from torchtitan_diloco.config.problems import DEFAULT
@@ -15,6 +15,34 @@ _OUTER_IS_NOT_USED = {
     "sync": "there is no outer optimizer",
     "local_sgd": "the mean of the parameters replaces them",
 }
+
+_USELESS: tuple[tuple[str, tuple[str, ...], Callable[..., bool], str], ...] = (
+    (
+        "semi_sync.codec.error_feedback",
+        ("semi_sync.codec.wire",),
+        lambda feedback, wire: feedback and wire == "fp32",
+        '{0}: has no effect with semi_sync.codec.wire = "{1}", which loses nothing',
+    ),
+    (
+        "semi_sync.codec.rounding",
+        ("semi_sync.codec.wire",),
+        lambda rounding, wire: rounding == "stochastic" and wire == "fp32",
+        '{0}: has no effect with semi_sync.codec.wire = "{1}", which does not round',
+    ),
+    (
+        "semi_sync.outer.min_lr_factor",
+        ("semi_sync.outer.schedule",),
+        lambda factor, schedule: schedule == "constant",
+        '{0}: has no effect with semi_sync.outer.schedule = "{1}"',
+    ),
+    (
+        "semi_sync.fragment_by",
+        ("semi_sync.module_fqns_per_fragment",),
+        lambda by, lists: bool(lists),
+        "{0}: has no effect with semi_sync.module_fqns_per_fragment, which says what the fragments are",
+    ),
+)
+"""(key, others, when it has no effect, the note)."""
 
 _OF_ITS_LOADER = (
     "training.dataset",
@@ -74,6 +102,12 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
             f"semi_sync.sync_every ({c.semi_sync.sync_every}) is more than training.steps ({c.training.steps}): "
             "the islands exchange only once, at the last step"
         )
+    if c.semi_sync.method not in ("none", "sync"):
+        found += [
+            note.format(key, *(get(c, k) for k in also))
+            for key, also, useless, note in _USELESS
+            if not origins[key].startswith(DEFAULT) and useless(get(c, key), *(get(c, k) for k in also))
+        ]
     if c.semi_sync.method == "none" and c.semi_sync.num_islands > 1:
         found.append(f'semi_sync.method = "none": the {c.semi_sync.num_islands} islands train on their own')
     if c.semi_sync.method == "none":

@@ -185,7 +185,7 @@ RANGES: dict[str, Range] = {
     "semi_sync.overlap": AT_LEAST_0,
     "semi_sync.mix_alpha": BELOW_1,
     "semi_sync.num_islands": AT_LEAST_1,
-    "semi_sync.outer.lr": POSITIVE,
+    "semi_sync.outer.lr": Range(lambda v: 0 < v <= 100, "greater than 0 and at most 100"),
     "semi_sync.outer.momentum": BELOW_1,
     "semi_sync.outer.min_lr_factor": Range(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
     "semi_sync.codec.block": Range(
