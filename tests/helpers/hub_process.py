@@ -52,3 +52,11 @@ class HubProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def terminate(self, seconds: float = 30.0) -> int:
+        """Ask it to end in good order; its exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        code = self._process.wait(seconds)
+        self._process = None
+        return code

@@ -79,7 +79,7 @@ class HubLink:
                 return httpx.Client(
                     headers=headers, verify=trusted, mounts=direct, limits=limits, timeout=timeout
                 )
-            except (ValueError, ImportError) as error:
+            except (ValueError, ImportError, httpx.InvalidURL) as error:
                 raise UserError(
                     f"the environment names a proxy that cannot be used ({error}); correct HTTPS_PROXY, HTTP_PROXY and "
                     "ALL_PROXY, or name the hub in NO_PROXY"
