@@ -59,7 +59,8 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     finally:
         if hub is not None:
             hub.kill()
-    made, tokens, tried, seen = printed
+    made, tokens, preflight, tried, seen = printed
+    assert preflight[3] == 0 and "nothing failed" in preflight[1], preflight
     assert made[3] == 0 and tokens[3] == 0, (made, tokens)
     assert tried[1] == "403\n", tried
     assert '"run":"our-run"' in seen[1] and "410" in seen[2], seen  # there is no island 1 to evict
