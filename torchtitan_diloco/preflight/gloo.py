@@ -9,11 +9,10 @@ from torchtitan_diloco.address import advertised
 from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.reach import host_and_port
 from torchtitan_diloco.config.schema import RunConfig
-from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.listening import is_loopback
 from torchtitan_diloco.preflight.dial import Place, connect, ephemeral, why, written
 from torchtitan_diloco.preflight.pair import PURPOSES, Post, Strange, greet
-from torchtitan_diloco.preflight.rows import Probe, Row
+from torchtitan_diloco.preflight.rows import Probe, Row, look
 
 AGAIN_S = 0.25
 AFTER_S = 3.5
@@ -37,33 +36,33 @@ def peers_of(run: RunConfig, me: int) -> list[Peer]:
     return [Peer(other.id, other.advertise, other.port) for other in others]
 
 
-def gloo_probes(config: RunConfig, run: RunConfig, until: float) -> tuple[list[Probe], Post | None]:
-    """config: of this island. The post has to be closed once the probes are over."""
-    peers, alone = peers_of(run, config.island.id), run.semi_sync.num_islands == 1
+def gloo_probes(config: RunConfig, run: RunConfig) -> list[Probe]:
+    """config: of this island."""
     probes = [_lighthouse(config.lighthouse.address)]
-    if alone and config.semi_sync.method != "sync":
-        return probes, None
-    try:
-        host = advertised(config.island.advertise, config.lighthouse.address)
-        post = Post(host, config.island.port, config.job.name, config.island.id)
-    except UserError as error:
-        seen, _, remedy = str(error).rpartition("; ")
-        row = Row(
-            "own address", "here", config.island.advertise, "fail", seen or str(error), remedy if seen else ""
-        )
-        return [*probes, _said(row)], None
+    if run.semi_sync.num_islands > 1 or config.semi_sync.method == "sync":
+        remedy = "see whether a name server answers this machine, or write addresses in place of names"
+        place = config.island.advertise or "island.advertise"
+        probes.append(Probe("own address", "here", place, remedy, lambda until: _islands(config, run, until)))
+    return probes
+
+
+def _islands(config: RunConfig, run: RunConfig, until: float) -> list[Row]:
+    """All between islands. Raises UserError where this one has no address, or cannot listen there."""
+    began = time.monotonic()
+    peers = peers_of(run, config.island.id)
+    host = advertised(config.island.advertise, config.lighthouse.address)
+    post = Post(host, config.island.port, config.job.name, config.island.id)
     post.dials_until = until - AFTER_S
-    probes.append(_said(_own_address(host, run, peers, alone)))
-    named = [(peer, (peer.advertise, peer.port)) for peer in peers if peer.advertise and peer.port]
-    probes += [_outward(peer, place, post, config) for peer, place in named]
-    probes += [_inward(peer, host, post) for peer, _ in named]
-    if len(named) < run.semi_sync.num_islands - 1:
-        probes.append(_said(_unknown(config, host, run.semi_sync.num_islands - 1 - len(named))))
-    return probes, post
-
-
-def _said(row: Row) -> Probe:
-    return Probe(row.name, row.way, row.place, row.remedy, lambda until: [row])
+    try:
+        named = [(peer, (peer.advertise, peer.port)) for peer in peers if peer.advertise and peer.port]
+        probes = [_outward(peer, place, post, config) for peer, place in named]
+        probes += [_inward(peer, host, post) for peer, _ in named]
+        # A little earlier, so that what hangs is a row of its own.
+        rows = [_own_address(host, run, peers), *look(probes, until - 0.2, began)]
+    finally:
+        post.close()
+    nameless = run.semi_sync.num_islands - 1 - len(named)
+    return [*rows, _unknown(config, host, nameless)] if nameless > 0 else rows
 
 
 def _lighthouse(address: str) -> Probe:
@@ -73,7 +72,7 @@ def _lighthouse(address: str) -> Probe:
         f"lighthouse.address; {OR_HUB}"
     )
 
-    def look(until: float) -> list[Row]:
+    def tried(until: float) -> list[Row]:
         if place is None:
             said = f"lighthouse.address is {address}" if address else "lighthouse.address is empty"
             return [probe.row("fail", said, "write it as http://HOST:PORT")]
@@ -89,16 +88,16 @@ def _lighthouse(address: str) -> Probe:
             return [probe.row("fail", "something else than a Lighthouse answers")]
         return [probe.row("ok", "it answers")]
 
-    probe = Probe("Lighthouse", "out", written(place) if place else address, remedy, look)
+    probe = Probe("Lighthouse", "out", written(place) if place else address, remedy, tried)
     return probe
 
 
-def _own_address(host: str, run: RunConfig, peers: list[Peer], alone: bool) -> Row:
+def _own_address(host: str, run: RunConfig, peers: list[Peer]) -> Row:
     """What peers are told to dial."""
     remedy = (
         "set island.advertise to the address, or the interface, by which the other islands reach this machine"
     )
-    if alone or not _is_loopback(host):
+    if run.semi_sync.num_islands == 1 or not _is_loopback(host):
         return Row("own address", "here", host, "ok", "peers are told to dial it")
     elsewhere = any(peer.advertise and not _is_loopback(peer.advertise) for peer in peers)
     sites = {table.site for table in run.islands if table.site}
@@ -138,10 +137,10 @@ def _outward(peer: Peer, place: Place, post: Post, config: RunConfig) -> Probe:
     who = f"island {peer.island}"
     messages = Probe(
         f"{who}: messages", "out", written(place),
-        f"open TCP to {written(place)}, outwards here and inwards there, {OR_HUB}", lambda until: look(until),
+        f"open TCP to {written(place)}, outwards here and inwards there, {OR_HUB}", lambda until: tried(until),
     )  # fmt: skip
 
-    def look(until: float) -> list[Row]:
+    def tried(until: float) -> list[Row]:
         try:
             said = _insist(place, run, me, until)
         except ConnectionRefusedError as error:
@@ -208,7 +207,7 @@ def _inward(peer: Peer, host: str, post: Post) -> Probe:
     ports = ", ".join(f"{port} ({purpose})" for purpose, port in post.ports.items())
     remedy = f"open TCP from {peer.advertise} to {host}, ports {post.ports['messages']} and {ephemeral()}, {OR_HUB}"
 
-    def look(until: float) -> list[Row]:
+    def tried(until: float) -> list[Row]:
         with post.news:
             post.news.wait_for(
                 lambda: not post.missing(peer.island), max(0.0, until - time.monotonic() - 0.3)
@@ -223,5 +222,5 @@ def _inward(peer: Peer, host: str, post: Post) -> Probe:
         seen = "nothing has come from it; where its preflight was running, this direction is blocked"
         return [probe.row("warn", seen)]
 
-    probe = Probe(who, "in", f"{host}: {ports}", remedy, look)
+    probe = Probe(who, "in", f"{host}: {ports}", remedy, tried)
     return probe

@@ -15,18 +15,14 @@ LIMIT_S = 8.0
 
 def network_rows(config: RunConfig, run: RunConfig, wait_s: float = 0.0) -> list[Row]:
     """config: of this island, as it is of ``run``. wait_s: how much longer other islands' preflights are waited for."""
-    until, post = time.monotonic() + LIMIT_S + wait_s, None
+    until = time.monotonic() + LIMIT_S + wait_s
     if needs_lighthouse(config):
-        probes, post = gloo_probes(config, run, until)
+        probes = gloo_probes(config, run)
     elif needs_hub(config):
         probes = hub_probes(config) if config.transport.kind == "hub" else spool_probes(config)
     else:
         probes = [_nothing(config)]
-    try:
-        return look(probes, until)
-    finally:
-        if post is not None:
-            post.close()
+    return look(probes, until)
 
 
 def _nothing(config: RunConfig) -> Probe:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import pytest
 from tests.helpers.blocked import closed, dropping, silent
 from tests.helpers.real_run import offline
 from tests.helpers.wan import emulated_wan, needs_root
+from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.preflight import network
 from torchtitan_diloco.preflight.pair import Post
 
 LIMIT_S = 10.0
@@ -236,6 +239,18 @@ def test_fr47_between_two_machines_whose_link_drops_everything(tmp_path: Path) -
             cut = Preflight(file, "--island", "1", within=inside[1]).end()
     assert cut.code == 2 and cut.seconds < LIMIT_S
     assert cut.rows["Lighthouse out ->"] == cut.rows["island 0: messages out ->"] == "fail", cut.output
+
+
+def test_a_name_server_that_does_not_answer_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30))
+    monkeypatch.setattr(network, "LIMIT_S", 1.0)
+    config = RunConfig()
+    config.lighthouse.address, config.semi_sync.num_islands = "http://lighthouse.test:29510", 2
+    began = time.monotonic()
+    rows = network.network_rows(config, config)
+    assert time.monotonic() - began < 3
+    assert [(row.name, row.outcome) for row in rows] == [("Lighthouse", "fail"), ("own address", "fail")]
+    assert "name server" in rows[1].remedy
 
 
 def test_wrong_usage_is_one_sentence(tmp_path: Path) -> None:
