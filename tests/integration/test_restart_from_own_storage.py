@@ -19,8 +19,6 @@ from tests.helpers.hub_process import HubProcess
 from tests.helpers.real_run import HandStarted, offline, traces_of_ours, write_config
 from torchtitan_diloco.observe.reading import last_checkpoint
 
-pytestmark = pytest.mark.timeout(420)
-
 SYNC_EVERY, PACE_S = 5, 0.25
 
 
@@ -114,7 +112,7 @@ class Story:
     ended: list[tuple[dict[str, Any], int | None]]
 
 
-@pytest.fixture(scope="module", params=["hub", "gloo"])
+@pytest.fixture(scope="module", params=["hub", pytest.param("gloo", marks=pytest.mark.slow)])
 def story(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: Path
 ) -> Iterator[Story]:
