@@ -28,7 +28,13 @@ COMMON = {"t": SECONDS, "event": TEXT, "island": WHOLE, "incarnation": TEXT, "st
 KINDS: dict[str, dict[str, Check]] = {
     "start": {},
     "join": {"slot": WHOLE},
-    "heal": {"source": WHOLE, "bytes": POSITIVE, "seconds": SECONDS, "version": WHOLE},
+    # -1: from the hub.
+    "heal": {
+        "source": lambda v: v == -1 or WHOLE(v),
+        "bytes": POSITIVE,
+        "seconds": SECONDS,
+        "version": WHOLE,
+    },
     "inner": {"loss": NUMBER, "tokens": POSITIVE, "seconds": SECONDS, "lr": SECONDS},
     "round": {
         "round": WHOLE,

@@ -1,6 +1,7 @@
 """A hub as users start it, in a process of its own that can be killed and started again on the same port and folder."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,3 +53,11 @@ class HubProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def terminate(self, seconds: float = 30.0, number: int = signal.SIGTERM) -> int:
+        """Ask it to end in good order; its exit code."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        code = self._process.wait(seconds)
+        self._process = None
+        return code

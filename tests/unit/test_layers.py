@@ -31,12 +31,14 @@ RANK = {
     "process": 0,
     "durable": 0,
     "listening": 1,
+    "address": 1,
+    "preflight": 8,
     "errors": 0,
     "assets": 2,
     "__init__": 0,
 }
 SIDE = {"assets", "data", "checkpoint", "config", "observe", "cpu"}
-FAST = ("config", "observe", "cli", "errors", "__init__", "__main__")
+FAST = ("config", "observe", "preflight", "cli", "errors", "__init__", "__main__")
 SLOW_IMPORTS = {"torch", "torchtitan", "torchft", "torchdata", "datasets"}
 PURE_FORBIDDEN = ("torch.distributed", "torchtitan", "torchft", "torchdata")
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "lighthouse": "run the Lighthouse that islands of a run meet at",
     "syncer": "run the hub that islands of a run dial when they cannot reach one another",
     "validate": "check configuration files and print them resolved, with the origin of each value",
+    "preflight": "try out what an island dials and what has to reach it, before it takes GPUs",
     "data": "prepare, verify and inspect corpora, and audit what a run did with them",
 }
 """Command -> what it does. Only the chosen command's module is imported."""

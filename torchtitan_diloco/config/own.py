@@ -130,7 +130,8 @@ class SyncerConfig:
     dir: str = ""
     """Folder of its durable state; "" = `syncer` in the run's folder."""
     save_every: int = 1
-    """Committed versions from one save of anchor and momentum to the next; what happened since, islands bring back."""
+    """Committed versions from one save of anchor and momentum to the next, and at its end; after a crash islands bring the
+    rest."""
     heartbeat_timeout_s: float = 5.0
     """Silence after which an island is gone, and its slots go on without it."""
     hang_timeout_s: float = 600.0

@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 from torchtitan_diloco.errors import UserError
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_SECRETS = re.compile(r"""(://)[^\s"']*@|(?<![^\s"'(\[,])[^\s"':/@]+:[^\s"'/@]+@""")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+
+
+def without_secrets(text: str) -> str:
+    """The text with "..." for user and password of each address in it: what is wrong with one ends up in logs."""
+    return _SECRETS.sub(lambda match: f"{match[1] or ''}...@", text)
 
 
 class ConfigError(UserError):
@@ -33,6 +39,7 @@ class Problems:
             prefix, order = f"{self.file}:{where}", where
         else:
             prefix, order = self.file, 0
+        message = without_secrets(message)
         text = f"{prefix}: {key}: {message}" if key else f"{prefix}: {message}"
         text = CONTROL.sub(
             lambda m: repr(m[0])[1:-1], text

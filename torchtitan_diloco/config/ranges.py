@@ -80,19 +80,25 @@ def _is_address(text: str) -> bool:
         return False
 
 
+def _names_a_user(address: str) -> bool:
+    """A password in an address would be in every log."""
+    return "@" in urlsplit(address).netloc
+
+
 def _is_place(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and port.isascii() and port.isdigit() and int(port) <= 65535
 
 
 HTTP = Range(
-    lambda v: not v or _is_address(v), "an address such as http://host:port, with a port from 1 to 65535"
+    lambda v: not v or (_is_address(v) and not _names_a_user(v)),
+    "an address such as http://host:port, with a port from 1 to 65535 and without user or password",
 )
 
 URLS = Range(
-    # A password in an address would be in every log.
-    lambda v: all(url and _is_address(url) and "@" not in urlsplit(url).netloc for url in v),
-    "addresses such as http://host:port, with a port from 1 to 65535 and without user or password",
+    lambda v: all(url and _is_address(url) and not _names_a_user(url) for url in v),
+    "addresses such as http://host:port, with a port from 1 to 65535 and without user or password (the place of a secret is "
+    "the file that transport.token_file names)",
 )
 
 RANGES: dict[str, Range] = {

@@ -1,5 +1,6 @@
 """Rules between settings. To add one, add a line to `RULES`."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,24 @@ def _lockstep_rule(key: str, anyway: Any) -> Rule:
     )
 
 
+_WRITTEN = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
+    "job.save_config_file",
+)
+"""What TorchTitan joins with the island's folder, and an absolute path replaces."""
+
+
+def _has_one_writer(path: str | None, islands: int, island: int) -> bool:
+    if not path or islands == 1 or f"island-{island}" in path.split("/"):
+        return True
+    inside = os.path.normpath(path).split(os.sep)[0] != os.pardir
+    return inside and not os.path.isabs(path) and "://" not in path
+
+
 RULES: tuple[Rule, ...] = (
     *(_lockstep_rule(key, anyway) for key, anyway in _MEANINGLESS_IN_LOCKSTEP.items()),
     _rule(
@@ -175,6 +194,16 @@ RULES: tuple[Rule, ...] = (
             ("training", "data.sources", [], "prepare your own as [[data.sources]]"),
             ("validation", "validation.enable", True, "use one of them or switch validation off"),
         )
+    ),
+    *(
+        _rule(
+            f"{key} semi_sync.num_islands island.id",
+            _has_one_writer,
+            '("{0}") leads out of the island\'s folder, to where islands that see one file system would write over one '
+            "another; give a relative path and move the run with job.dump_folder, or give each island a path with a folder "
+            "island-{2} in it (in its [[islands]] table)",
+        )
+        for key in _WRITTEN
     ),
     _rule(
         "lr_scheduler.total_steps training.steps",

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_diloco.config.fields import Kind
 from torchtitan_diloco.config.names import nearest_choice
+from torchtitan_diloco.config.problems import without_secrets
 
 _INTEGER = re.compile(r"[+-]?[0-9][0-9_]*")
 _MUST_BE = {
@@ -42,6 +43,7 @@ def describe(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
+    text = without_secrets(text)  # before it is cut
     return json.dumps(text if len(text) <= 40 else text[:37] + "...", ensure_ascii=False)
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 import httpx
 import xxhash
 
-from torchtitan_diloco.hub.service import CHECKSUM
+from torchtitan_diloco.hub.dial import CHECKSUM
 from torchtitan_diloco.hub.upload import Upload
 
 CHUNK = 4 << 20  # bytes of bulk in one request

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -80,6 +81,8 @@ class Entry:
             later = self._take(state, whole=True)
             if later is not None:
                 joined = Joined(later.step, joined.heals + later.heals)
+        if joined.heals:
+            joined = replace(joined, step=max(joined.step, self._step_of_others()))
         return self._with_present(joined)
 
     def _with_present(self, joined: Joined) -> Joined:
@@ -183,6 +186,17 @@ class Entry:
                 raise Resumable(f"no state to be had from island {source.island}: {error}") from error
             time.sleep(RETRY_S)
             return None
+
+    def _step_of_others(self) -> int:
+        """Where in run progress they are by now: an island that starts behind them makes them wait at its first slot."""
+        step = 0
+        for peer in self._others():
+            with (
+                suppress(httpx.HTTPError),
+                PeerClient(peer.url, self._hello.run_id, PEER_TIMEOUT_S) as client,
+            ):
+                step = max(step, int(client.state()["step"]))
+        return step
 
     def _copy(self, state: OuterState, source: Peer, whole: bool) -> Joined:
         """Make ``state`` the source's (all of it, or the fragments that are further there); only what differs travels."""

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
+from torchtitan_diloco.address import advertised
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.exchange.address import advertised
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
 from torchtitan_diloco.exchange.bulk import GlooBulk
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, ControlServer, Outbox

@@ -3,22 +3,19 @@
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import httpx
 import torch
 import xxhash
 
 from torchtitan_diloco.config.own import TransportConfig
-from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN, make_client
 from torchtitan_diloco.hub.refusal import Refusal
-from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
 from torchtitan_diloco.hub.tls import client_context, distrust
 from torchtitan_diloco.hub.tokens import read_token
 from torchtitan_diloco.hub.upload import Upload
-from torchtitan_diloco.listening import is_loopback
 from torchtitan_diloco.outer.policy import Member
 
 REQUEST_S = 10.0  # for a message
@@ -62,21 +59,10 @@ class HubLink:
         if config.token_file:
             headers["authorization"] = f"Bearer {read_token(config.token_file)}"
         trusted = client_context(config.ca_file)
-        # Through the site's proxy (HTTPS_PROXY and so on), except to this very machine.
-        direct = {f"all://{host}": None for host in map(_host, self._urls) if is_loopback(host)}
 
         def client(connections: int, timeout_s: float) -> httpx.Client:
-            limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-            try:
-                return httpx.Client(
-                    headers=headers, verify=trusted, mounts=direct, limits=limits, timeout=timeout
-                )
-            except (ValueError, ImportError) as error:
-                raise UserError(
-                    f"the environment names a proxy that cannot be used ({error}); correct HTTPS_PROXY, HTTP_PROXY and "
-                    "ALL_PROXY, or name the hub in NO_PROXY"
-                ) from None
+            return make_client(self._urls, headers, trusted, connections, timeout)
 
         self._messages = client(32, REQUEST_S)
         self._bulk = client(streams, CHUNK_S)
@@ -167,8 +153,3 @@ class HubLink:
         with self._lock:
             if self._at == at:
                 self._at += 1
-
-
-def _host(url: str) -> str:
-    host = urlsplit(url).hostname or ""
-    return f"[{host}]" if ":" in host else host

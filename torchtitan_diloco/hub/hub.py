@@ -190,10 +190,15 @@ class Hub:
         self._save()
         return self._resume(seat)
 
-    def _save(self) -> None:
+    def _save(self, last: bool = False) -> None:
         assert self.terms is not None and self.state is not None
         records = list(self.records.values())
-        self.store.save(Snapshot(self.terms, self.state.copy(), records, self._merger.residuals()))
+        self.store.save(Snapshot(self.terms, self.state.copy(), records, self._merger.residuals()), last)
+
+    def finish(self) -> None:
+        """The hub ends in good order: all that it holds is to be saved. Raises Fenced."""
+        if self.state is not None:
+            self._save(last=True)
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""

@@ -42,7 +42,7 @@ class HubServer:
         self.url = url_of(host, self.port, "https" if cert else "http")
         self.store = FileStore(folder, every) if folder else NoStore()
         self._fault: BaseException | None = None
-        hub = Hub(rules, self.store)
+        hub = self._hub = Hub(rules, self.store)
         if hub.state is not None:
             logger.info("going on with the state of slot %d", hub.state.slot)
         service = Service(hub, run_id, self._broken, access)
@@ -69,6 +69,8 @@ class HubServer:
         """Raises what has made it impossible to go on."""
         try:
             self._server.run(sockets=[self._socket])
+            if self._fault is None:
+                self._hub.finish()
         finally:
             self._socket.close()
             self.store.close()

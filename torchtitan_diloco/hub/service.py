@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
+from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.refusal import Busy, Kind, Refusal
 from torchtitan_diloco.hub.status import status_of
@@ -33,8 +34,6 @@ from torchtitan_diloco.outer.policy import Header, Member
 
 logger = logging.getLogger(__name__)
 
-RUN, ISLAND, INCARNATION = "x-diloco-run", "x-diloco-island", "x-diloco-incarnation"
-EPOCH, CHECKSUM = "x-diloco-epoch", "x-diloco-xxh3"
 STATUS: dict[Kind, int] = {
     "malformed": 400, "stranger": 401, "forbidden": 403, "refused": 409, "gone": 410, "busy": 429,
 }  # fmt: skip

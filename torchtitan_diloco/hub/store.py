@@ -7,6 +7,10 @@
 
 What the journal has and the manifest has not, because the tensors were still on their way to the disk, some island may
 hold; whom to ask is in the journal as well.
+
+Lines of the journal are numbered, and the manifest says how many there were, so that lines a disk has lost are noticed. But
+of those behind the last manifest nothing else tells: a file that ends there, at the end of a line, is that of a hub that was
+killed before it wrote more. The hub then goes on with what it has, and islands that hold later state bring it when they join.
 """
 
 import json
@@ -72,8 +76,11 @@ class Store(ABC):
         """A slot is settled. It is on the disk when this returns. Raises Fenced."""
 
     @abstractmethod
-    def save(self, run: Snapshot) -> None:
-        """The run as it is now; written in the background, and only as far as it is not there yet. Raises Fenced."""
+    def save(self, run: Snapshot, last: bool = False) -> None:
+        """The run as it is now; written in the background, and only as far as it is not there yet. Raises Fenced.
+
+        last: nothing will follow, so that it has to be written however short ago the last one was.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -89,7 +96,7 @@ class NoStore(Store):
     def commit(self, record: Record, members: Sequence[int]) -> None:
         pass
 
-    def save(self, run: Snapshot) -> None:
+    def save(self, run: Snapshot, last: bool = False) -> None:
         pass
 
     def close(self) -> None:
@@ -115,6 +122,7 @@ class FileStore(Store):
             self._mine = f"{self.epoch} {secrets.token_hex(8)}\n"
             write_whole(folder / "epoch", [self._mine.encode()])
             self._lines = self._read_journal()
+            self._count = self._lines[-1]["number"] + 1 if self._lines else 0
             self._journal = open(folder / "journal.jsonl", "ab")  # noqa: SIM115 - open as long as the hub is
         except OSError as error:
             raise UserError(
@@ -163,6 +171,10 @@ class FileStore(Store):
             state.restore(data["state"], tensors)
             residuals = {name: t for name, t in tensors.items() if name.startswith(RESIDUAL)}
             records = {r.slot: r for r in map(Record.from_json, data["records"])}
+            if self._count < data["journal"]:
+                raise ValueError(
+                    f"it knows of {data['journal']} lines of journal.jsonl, whose end is missing ({self._count})"
+                )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{manifest} cannot be used: {error}; restore the folder from a copy, or move it away and start the hub "
@@ -193,7 +205,13 @@ class FileStore(Store):
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
                 lines.append(_checked(line))
-            except ValueError as error:
+                # A hub that was fenced while it wrote has left a line that its successor has not counted.
+                if lines[-1]["number"] not in (
+                    (before := lines[-2]["number"] if number > 1 else -1),
+                    before + 1,
+                ):
+                    raise ValueError("lines before it are missing")
+            except (ValueError, KeyError) as error:
                 raise UserError(
                     f"{path} is damaged in line {number}: {error}; restore the folder from a copy, or move it away and "
                     "start the hub without it: islands bring the run's state with them"
@@ -215,15 +233,17 @@ class FileStore(Store):
 
     def commit(self, record: Record, members: Sequence[int]) -> None:
         self._check_epoch()
-        self._journal.write(_with_checksum({"record": record.to_json(), "members": list(members)}) + b"\n")
+        line = {"number": self._count, "record": record.to_json(), "members": list(members)}
+        self._journal.write(_with_checksum(line) + b"\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
+        self._count += 1
         self._check_epoch()  # a hub that was started meanwhile may have read the journal without this line
 
-    def save(self, run: Snapshot) -> None:
+    def save(self, run: Snapshot, last: bool = False) -> None:
         self._check_epoch()
         versions = sum(held.version for held in run.state.states)
-        if self._versions >= 0 and 0 <= versions - self._versions < self._every:
+        if not last and self._versions >= 0 and 0 <= versions - self._versions < self._every:
             return
         self._versions = versions
         files = {}
@@ -244,6 +264,7 @@ class FileStore(Store):
                 "state": run.state.describe(),
                 "files": files,
                 "records": [record.to_json() for record in run.records],
+                "journal": self._count,
             }
             # What a later version has replaced need not be written, or held, any more.
             self._unwritten = {f: what for f, what in self._unwritten.items() if f in files.values()}

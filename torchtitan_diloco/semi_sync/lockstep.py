@@ -19,7 +19,7 @@ def open_lockstep(
             'semi_sync.method = "sync" needs torchft, which has no wheel for this machine\'s architecture; build it from '
             "source or choose another method"
         ) from error
-    from torchtitan_diloco.exchange.address import advertised, route_to
+    from torchtitan_diloco.address import advertised, route_to
     from torchtitan_diloco.exchange.bulk import serve_store
     from torchtitan_diloco.listening import bind
 

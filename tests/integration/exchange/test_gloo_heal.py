@@ -195,3 +195,22 @@ def test_a_state_that_is_being_read_stays_however_often_the_run_commits(
             client.state()  # somebody else begins
         assert len(a.transport._server._shelf) == control.SHELVED
     leave(a)
+
+
+def test_a_joiner_starts_at_the_step_that_the_others_have_reached_when_it_is_admitted(
+    lighthouse: LighthouseConfig, bulk: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step of when its state was copied, the others would wait for it at its first slot."""
+    (a,) = founded(lighthouse, 1)
+    commit(a)
+    a.transport.progress(40)
+    serve = bulk.serve
+
+    def train_on(request: Request, data: torch.Tensor) -> Response:
+        a.transport.progress(47)
+        return serve(request, data)
+
+    monkeypatch.setattr(control, "chunk_of", train_on)
+    joiner = Gateway(lighthouse, 1, value=5.0)
+    assert joiner.join(1).step == 47
+    leave(a, joiner)

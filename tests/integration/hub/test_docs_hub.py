@@ -33,7 +33,9 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
             block = block.replace(f"DNS:{HOST}", "IP:127.0.0.1").replace(HOST, "127.0.0.1")
             if language == "toml":
                 name = re.match(r"# (\w+\.toml)\n", block)[1]  # type: ignore[index]
-                (tmp_path / name).write_text(block.replace("0.0.0.0:29520", "127.0.0.1:0"))
+                (tmp_path / name).write_text(
+                    block.replace("0.0.0.0:29520", "127.0.0.1:0").replace("29520", port)
+                )
                 load_config(tmp_path / name)
                 continue
             if block.startswith("ssh"):
@@ -59,7 +61,8 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     finally:
         if hub is not None:
             hub.kill()
-    made, tokens, tried, seen = printed
+    made, tokens, preflight, tried, seen = printed
+    assert preflight[3] == 0 and "nothing failed" in preflight[1], preflight
     assert made[3] == 0 and tokens[3] == 0, (made, tokens)
     assert tried[1] == "403\n", tried
     assert '"run":"our-run"' in seen[1] and "410" in seen[2], seen  # there is no island 1 to evict

@@ -12,9 +12,9 @@ from tests.helpers.hub_islands import RUN, HubIsland, together
 from torchtitan_diloco.config.own import TransportConfig
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.hub.access import FAILURES, Access
+from torchtitan_diloco.hub.dial import EPOCH, INCARNATION, ISLAND
+from torchtitan_diloco.hub.dial import RUN as RUN_HEADER
 from torchtitan_diloco.hub.server import HubServer
-from torchtitan_diloco.hub.service import EPOCH, INCARNATION, ISLAND
-from torchtitan_diloco.hub.service import RUN as RUN_HEADER
 from torchtitan_diloco.hub.tokens import digest
 
 TOKENS = {name: f"the-token-of-{name}" for name in ("island-0", "island-1", "operator", "reader")}

@@ -76,3 +76,14 @@ def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -
     config = TransportConfig(kind="hub", urls=["https://hub.test"])
     with pytest.raises(UserError, match="HTTPS_PROXY"):
         HubLink(config, RUN, Member(0, "a"), 1, TokenBucket(0.0))
+
+
+@pytest.mark.parametrize("proxy", ["http://me:hunter2@host:abc", "nonsense://me:hunter2@host:1"])
+def test_a_proxy_that_cannot_be_is_refused_in_one_sentence_that_keeps_its_password(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    config = TransportConfig(kind="hub", urls=["https://hub.example.org"])
+    with pytest.raises(UserError, match="correct HTTPS_PROXY") as caught:
+        HubLink(config, RUN, Member(0, "a"), 1, TokenBucket(0))
+    assert "hunter2" not in str(caught.value)

@@ -177,7 +177,8 @@ ONE_MISTAKE = {
     ),
     "port beyond the last": (
         '[lighthouse]\naddress = "http://h:65536"',
-        "FILE:2: lighthouse.address: must be an address such as http://host:port, with a port from 1 to 65535, got",
+        "FILE:2: lighthouse.address: must be an address such as http://host:port, with a port from 1 to 65535 and without "
+        "user or password, got",
     ),
     "fewer shards than islands": (
         "[data]\nshards = 1\nsources = [{path = 'a'}]\n[semi_sync]\nnum_islands = 2",

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from torchtitan_diloco.address import advertised
 from torchtitan_diloco.errors import UserError
-from torchtitan_diloco.exchange.address import advertised
 
 HERE, ELSEWHERE = "http://127.0.0.1:29510", "http://192.0.2.7:29510"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hub_words import a_hub, a_run, commit
+from tests.helpers.hub_words import Talker, a_hub, a_run, commit
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.slot import Record
@@ -181,3 +181,91 @@ def test_islands_that_know_a_hub_take_one_with_a_new_folder(tmp_path: Path) -> N
     assert new.epoch >= old.epoch
     old.close()
     new.close()
+
+
+def test_a_hub_that_ends_in_good_order_saves_all_that_it_holds(tmp_path: Path) -> None:
+    """Whatever ``syncer.save_every``; else the islands would have to bring it back."""
+    hub = a_hub(store=FileStore(tmp_path, every=100))
+    hub.finish()  # nobody has come yet
+    talkers = a_run(hub)
+    for slot in range(5):
+        commit(hub, talkers, slot)
+    hub.finish()
+    hub.store.close()
+    after = loaded(tmp_path)
+    assert hub.state is not None and after.state is not None
+    assert after.state.describe() == hub.state.describe()
+    for name, tensor in hub.state.tensors().items():
+        assert after.state.tensors()[name].equal(tensor)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4])
+def test_a_journal_that_ends_at_a_line_before_the_manifest_is_noticed(tmp_path: Path, kept: int) -> None:
+    a_stored_run(tmp_path, slots=5)
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:kept]))
+    with pytest.raises(
+        UserError, match=rf"knows of 5 lines of journal\.jsonl, whose end is missing \({kept}\)"
+    ):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_a_line_that_is_missing_before_others_is_noticed(tmp_path: Path, gone: int) -> None:
+    a_stored_run(tmp_path, slots=5, every=100)
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:gone] + lines[gone + 1 :]))
+    with pytest.raises(UserError, match=rf"damaged in line {gone + 1}: lines before it are missing"):
+        loaded(tmp_path)
+
+
+def test_a_line_that_a_fenced_hub_has_left_is_no_damage(tmp_path: Path) -> None:
+    a_stored_run(tmp_path, slots=1)
+    first = FileStore(tmp_path)
+    second = FileStore(tmp_path)
+    mine, first._mine = first._mine, (tmp_path / "epoch").read_text()
+    with pytest.raises(Fenced):
+        _commit_fenced(first, mine)
+    second.commit(Record(1, "failed", (0,), reason="of the second"), [0])
+    for store in (first, second):
+        store.close()
+    assert loaded(tmp_path).records[1].reason == "of the second"
+    assert len((tmp_path / "journal.jsonl").read_bytes().splitlines()) == 3
+
+
+def _commit_fenced(store: FileStore, mine: str) -> None:
+    """As if the other hub had been started between the two looks at the epoch, so that the line is there already."""
+    looks, look = iter([store._mine, mine]), store._check_epoch
+
+    def check() -> None:
+        store._mine = next(looks)
+        look()
+
+    store._check_epoch = check  # type: ignore[method-assign]
+    store.commit(Record(1, "failed", (0,), reason="of the first"), [0])
+
+
+def test_lines_lost_behind_the_manifest_are_brought_back_by_the_island_that_holds_them(
+    tmp_path: Path,
+) -> None:
+    """Such a journal is that of a hub that was killed before; whoever holds more makes it the run's when it joins."""
+    hub = a_hub(store=FileStore(tmp_path, every=100))
+    talkers = a_run(hub)
+    for slot in range(3):
+        commit(hub, talkers, slot)
+    hub.store.close()
+    journal = tmp_path / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))
+    again = a_hub(store=FileStore(tmp_path))
+    assert sorted(again.records) == [0, 1]
+    for talker in talkers:
+        talker.hub = again
+    for act in (Talker.join, Talker.enter):
+        for talker in talkers:
+            act(talker)
+    assert again.state is not None and again.state.describe() == talkers[0].state.describe()
+    assert again.state.slot == 3
+    commit(again, talkers, 3)
+    again.store.close()
