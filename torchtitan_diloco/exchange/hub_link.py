@@ -13,8 +13,9 @@ import xxhash
 from torchtitan_diloco.config.own import TransportConfig
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.pace import TokenBucket
+from torchtitan_diloco.hub.bulk import CHECKSUM
 from torchtitan_diloco.hub.refusal import Refusal
-from torchtitan_diloco.hub.service import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
+from torchtitan_diloco.hub.service import EPOCH, INCARNATION, ISLAND, RUN
 from torchtitan_diloco.hub.tls import client_context, distrust
 from torchtitan_diloco.hub.tokens import read_token
 from torchtitan_diloco.hub.upload import Upload

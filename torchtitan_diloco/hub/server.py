@@ -8,9 +8,10 @@ from pathlib import Path
 import uvicorn
 
 from torchtitan_diloco.hub.access import Access
+from torchtitan_diloco.hub.bulk import CHUNK_LIMIT
 from torchtitan_diloco.hub.hub import Hub, Rules
 from torchtitan_diloco.hub.limits import HEADERS_LIMIT, Bounds, PatientProtocol
-from torchtitan_diloco.hub.service import CHUNK_LIMIT, Service
+from torchtitan_diloco.hub.service import Service
 from torchtitan_diloco.hub.spool import SpoolReader
 from torchtitan_diloco.hub.store import FileStore, NoStore
 from torchtitan_diloco.hub.tls import check_certificate

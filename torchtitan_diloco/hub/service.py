@@ -14,36 +14,32 @@ from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
+from torchtitan_diloco.hub.bulk import body_of, chunk_of, problem, query, take_chunk
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.refusal import Busy, Kind, Refusal
 from torchtitan_diloco.hub.status import status_of
 from torchtitan_diloco.hub.store import Fenced
 from torchtitan_diloco.hub.terms import Hello, Terms
-from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.hub.wellformed import LARGEST, described, message, natural, whole
 from torchtitan_diloco.outer.policy import Header, Member
 
 logger = logging.getLogger(__name__)
 
 RUN, ISLAND, INCARNATION = "x-diloco-run", "x-diloco-island", "x-diloco-incarnation"
-EPOCH, CHECKSUM = "x-diloco-epoch", "x-diloco-xxh3"
+EPOCH = "x-diloco-epoch"
 STATUS: dict[Kind, int] = {
     "malformed": 400, "stranger": 401, "forbidden": 403, "refused": 409, "gone": 410, "busy": 429,
 }  # fmt: skip
 MESSAGE_LIMIT = 4 << 20  # bytes; a header names every stream that the island has read
-CHUNK_LIMIT = 16 << 20  # bytes of bulk in one request
-PIECE = 256 << 10  # bytes that are handed to a connection at once
 LONGEST_POLL_S = 20.0  # proxies cut connections that are silent for longer
 TICK_S = 0.25
-REASON_LIMIT = 2000  # characters
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -139,26 +135,8 @@ class Service:
             raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks")
         return Member(whole(island, f"the header {ISLAND}"), incarnation)
 
-    def _length(self, request: Request, limit: int) -> int:
-        """Of the body, which is not read yet. Raises Refusal."""
-        length = whole(request.headers.get("content-length", ""), "the length of the body")
-        if length > limit:
-            raise Refusal("malformed", f"a body of this request has at most {limit} bytes, not {length}")
-        return length
-
-    async def _body(self, request: Request, limit: int) -> bytes:
-        """All of it, or nothing: a body that was cut off is none. Raises Refusal."""
-        length, body = self._length(request, limit), bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > length:
-                break
-        if len(body) != length:
-            raise Refusal("malformed", f"the body has not the {length} bytes that it says, but {len(body)}")
-        return bytes(body)
-
     async def _json(self, request: Request) -> dict[str, Any]:
-        return message(await self._body(request, MESSAGE_LIMIT))
+        return message(await body_of(request, MESSAGE_LIMIT))
 
     async def _changed(self) -> None:
         """Something has happened in the hub: start what it can do now, and tell those who wait."""
@@ -237,32 +215,7 @@ class Service:
         return chunk_of(request, tensor.view(torch.uint8))
 
     async def _bring(self, request: Request) -> Response:
-        return await self._take(
-            request, lambda: self.hub.bring(self._member(request), request.path_params["name"])
-        )
-
-    async def _take(self, request: Request, where: Callable[[], Upload]) -> Response:
-        """A chunk of bulk. It goes where it belongs piece by piece, and counts once all of it is here and right."""
-        offset, size = query(request, "offset"), self._length(request, CHUNK_LIMIT)
-        at = offset
-        try:
-            where().check(offset, size)
-            async for piece in request.stream():
-                at += len(piece)
-                if at > offset + size:
-                    break
-                # Asked again with every piece: the same chunk may have come another way, and be in use.
-                where().put(at - len(piece), piece)
-            if at != offset + size:
-                raise Refusal(
-                    "malformed", f"the body has not the {size} bytes that it says, but {at - offset}"
-                )
-            # Of what lies there: a damaged copy of this chunk may have come over another connection meanwhile.
-            if where().checksum(offset, at) != request.headers.get(CHECKSUM):
-                raise Refusal("malformed", f"the chunk at {offset} does not match its checksum")
-            where().add(offset, at)
-        except ValueError as error:
-            raise Refusal("malformed", str(error)) from None
+        await take_chunk(request, lambda: self.hub.bring(self._member(request), request.path_params["name"]))
         return JSONResponse({})
 
     # ---- slots -----------------------------------------------------------------------------------------------------
@@ -283,9 +236,9 @@ class Service:
 
     async def _upload(self, request: Request) -> Response:
         where = partial(self.hub.upload, self._member(request), number_of(request), query(request, "of"))
-        response = await self._take(request, where)
+        await take_chunk(request, where)
         await self._changed()
-        return response
+        return JSONResponse({})
 
     async def _outcome(self, request: Request) -> Response:
         """Answers at once when the slot is settled or waits for this island, else when it is, or after a while."""
@@ -311,33 +264,6 @@ class Service:
         return JSONResponse(reply)
 
 
-def chunk_of(request: Request, data: torch.Tensor) -> Response:
-    """The bytes ``offset`` to ``offset + size``, with their checksum. Raises Refusal."""
-    offset, size = query(request, "offset"), query(request, "size")
-    if not 0 < size <= CHUNK_LIMIT or offset + size > data.numel():
-        raise Refusal("malformed", f"{size} bytes from {offset} of {data.numel()} are none, or too many")
-    chunk = data.numpy().data[offset : offset + size]
-    headers = {CHECKSUM: xxhash.xxh3_64_hexdigest(chunk), "content-length": str(size)}
-    return StreamingResponse(in_pieces(chunk), media_type="application/octet-stream", headers=headers)
-
-
-async def in_pieces(chunk: memoryview) -> AsyncIterator[memoryview]:
-    """So that no more of it is copied at a time than the connection takes."""
-    for start in range(0, len(chunk), PIECE):
-        yield chunk[start : start + PIECE]
-
-
-def query(request: Request, name: str) -> int:
-    """Raises Refusal unless it is a natural number."""
-    return whole(request.query_params.get(name, ""), name)
-
-
 def number_of(request: Request) -> int:
     """The slot. Raises Refusal."""
     return whole(request.path_params["slot"], "the slot")
-
-
-def problem(reason: str, kind: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    # Whatever may stand in a reason, it has to arrive.
-    shown = reason[:REASON_LIMIT].encode(errors="replace").decode()
-    return JSONResponse({"error": shown, "kind": kind}, status_code=status, headers=headers)

@@ -22,8 +22,9 @@ import xxhash
 
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.hub.access import SPOOL
+from torchtitan_diloco.hub.bulk import CHECKSUM
 from torchtitan_diloco.hub.refusal import Refusal
-from torchtitan_diloco.hub.service import CHECKSUM, INCARNATION, ISLAND, RUN, STATUS, Service
+from torchtitan_diloco.hub.service import INCARNATION, ISLAND, RUN, STATUS, Service
 from torchtitan_diloco.hub.spool_files import (
     NOTE,
     PIECE,

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tests.helpers.asgi import Answer, ask
 from tests.helpers.hub_islands import RUN
 from tests.helpers.hub_words import SIZES, Talker, a_hub, a_run, commit, delta_of, fresh_state, terms_of
+from torchtitan_diloco.hub.bulk import CHECKSUM, CHUNK_LIMIT
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.seats import PRESENT
-from torchtitan_diloco.hub.service import CHECKSUM, CHUNK_LIMIT, EPOCH, INCARNATION, ISLAND, Service
+from torchtitan_diloco.hub.service import EPOCH, INCARNATION, ISLAND, Service
 from torchtitan_diloco.hub.service import RUN as RUN_HEADER
 
 EXAMPLES = settings(
