@@ -183,6 +183,14 @@ class HubLink:
 
     def _send(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> httpx.Response:
         at, url = self._at, self.url
+        if path.startswith(":"):  # of another process on the hub's machine
+            url, path = f"{urlsplit(url).scheme}://{_host(url)}", path
+        elif "://" in path:
+            url, path, at = "", path, -1  # nobody's way to the hub
+            if self.url.startswith("https:") and not path.startswith("https:"):
+                raise Refusal(
+                    "refused", f"it names {path}, where the island's token could be read on the way"
+                )
         try:
             response = client.request(method, url + path, **arguments)
         except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:

@@ -61,7 +61,7 @@ class StateTaker:
                     parts.append((name, coming[key]))
         self._coming = coming  # what was begun of other versions is of no use any more
         for name, upload in parts:
-            self._get(f"/state/{offered['key']}/{name}", upload)
+            self._get(offered.get("at", {}).get(name) or f"/state/{offered['key']}/{name}", upload)
         received = sum(upload.nbytes for upload in coming.values())
         try:
             state.restore(description, tensors)

@@ -20,13 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
 from torchtitan_diloco.hub.bulk import body_of, chunk_of, problem, query, take_chunk
+from torchtitan_diloco.hub.far import FarUpload, place_of
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.refusal import Busy, Kind, Refusal
 from torchtitan_diloco.hub.status import status_of
 from torchtitan_diloco.hub.store import Fenced
 from torchtitan_diloco.hub.terms import Hello, Terms
+from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.hub.wellformed import LARGEST, described, message, natural, whole
 from torchtitan_diloco.outer.policy import Header, Member
 
@@ -96,6 +99,7 @@ class Service:
         while True:
             await asyncio.sleep(TICK_S)
             try:
+                await self.hub.workshop.sync()
                 for seat in self.hub.tick():
                     logger.warning("island %d is gone: %s", seat.member.island, seat.why)
                 await self._changed()
@@ -118,7 +122,7 @@ class Service:
                 response.headers["retry-after"] = str(math.ceil(refusal.retry_s))
         except ClientDisconnect:
             response = problem("the request was cut off", "malformed", 400)
-        except (Fenced, OSError) as error:  # nothing can be made durable any more
+        except (Fenced, Resumable, OSError) as error:  # nothing can be made durable any more
             self._stop(error)
             response = problem(str(error), "broken", 503)
         response.headers[EPOCH] = str(self.hub.store.epoch)
@@ -128,12 +132,6 @@ class Service:
         assert isinstance(error, HTTPException)
         reason = f"the hub has no {request.method} {request.url.path}"
         return problem(reason, "malformed", error.status_code, {EPOCH: str(self.hub.store.epoch)})
-
-    def _member(self, request: Request) -> Member:
-        island, incarnation = request.headers.get(ISLAND, ""), request.headers.get(INCARNATION, "")
-        if not 0 < len(incarnation) < 200:
-            raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks")
-        return Member(whole(island, f"the header {ISLAND}"), incarnation)
 
     async def _json(self, request: Request) -> dict[str, Any]:
         return message(await body_of(request, MESSAGE_LIMIT))
@@ -160,7 +158,7 @@ class Service:
     # ---- coming and going ------------------------------------------------------------------------------------------
 
     async def _join(self, request: Request) -> Response:
-        member, data = self._member(request), await self._json(request)
+        member, data = member_of(request), await self._json(request)
         try:
             terms = Terms.from_json({**data["terms"], "run_id": self._run_id})
             state = described(data["state"], len(terms.sizes))
@@ -171,12 +169,17 @@ class Service:
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise Refusal("malformed", f"not a hello: {error!r}") from None
         reply = self.hub.join(hello)
+        if "missing" in reply and self.hub.workshop.far:
+            await self.hub.workshop.sync()
+            reply = self.hub.join(hello)
+            for name in reply.get("missing", ()):
+                reply.setdefault("at", {})[name] = require_room(self.hub.bring(member, name)).place
         await self._changed()
         return JSONResponse(reply)
 
     async def _admit(self, request: Request) -> Response:
         data = await self._json(request)
-        reply = self.hub.admit(self._member(request), natural(data, "slot"))
+        reply = self.hub.admit(member_of(request), natural(data, "slot"))
         await self._changed()
         return JSONResponse(reply)
 
@@ -185,12 +188,12 @@ class Service:
         idle = data.get("idle_s")
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 <= idle < 1e9:
             raise Refusal("malformed", f"idle_s is {idle!r}")
-        member, step, slot = self._member(request), natural(data, "step"), natural(data, "slot")
+        member, step, slot = member_of(request), natural(data, "step"), natural(data, "slot")
         return JSONResponse(self.hub.beat(member, step, slot, float(idle)))
 
     async def _leave(self, request: Request) -> Response:
         data = await self._json(request)
-        self.hub.leave(self._member(request), str(data.get("reason")))
+        self.hub.leave(member_of(request), str(data.get("reason")))
         await self._changed()
         return JSONResponse({})
 
@@ -207,15 +210,17 @@ class Service:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     async def _state(self, request: Request) -> Response:
-        return JSONResponse(self.hub.shelve(self._member(request)))
+        reply = self.hub.shelve(member_of(request))
+        places = {name: place_of(self.hub.shelf.tensor(reply["key"], name)) for name in reply["tensors"]}
+        return JSONResponse(reply | {"at": {name: place for name, place in places.items() if place}})
 
     async def _tensor(self, request: Request) -> Response:
-        self._member(request)
+        member_of(request)
         tensor = self.hub.shelf.tensor(request.path_params["key"], request.path_params["name"])
-        return chunk_of(request, tensor.view(torch.uint8))
+        return chunk_of(request, here(tensor).view(torch.uint8))
 
     async def _bring(self, request: Request) -> Response:
-        await take_chunk(request, lambda: self.hub.bring(self._member(request), request.path_params["name"]))
+        await take_chunk(request, lambda: self.hub.bring(member_of(request), request.path_params["name"]))
         return JSONResponse({})
 
     # ---- slots -----------------------------------------------------------------------------------------------------
@@ -230,19 +235,19 @@ class Service:
                 natural(data, name)
         except (ValueError, TypeError) as error:
             raise Refusal("malformed", f"not a header: {error}") from None
-        reply = self.hub.announce(self._member(request), header)
+        reply = self.hub.announce(member_of(request), header)
         await self._changed()
-        return JSONResponse(reply)
+        return await self._told(member_of(request), slot, reply)
 
     async def _upload(self, request: Request) -> Response:
-        where = partial(self.hub.upload, self._member(request), number_of(request), query(request, "of"))
+        where = partial(self.hub.upload, member_of(request), number_of(request), query(request, "of"))
         await take_chunk(request, where)
         await self._changed()
         return JSONResponse({})
 
     async def _outcome(self, request: Request) -> Response:
         """Answers at once when the slot is settled or waits for this island, else when it is, or after a while."""
-        member, slot = self._member(request), number_of(request)
+        member, slot = member_of(request), number_of(request)
         seconds = min(query(request, "wait"), LONGEST_POLL_S)
         outcome = lambda: self.hub.outcome(member, slot)
         deadline = asyncio.get_running_loop().time() + seconds
@@ -253,15 +258,53 @@ class Service:
             async with self._news:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), left)
-        return JSONResponse(reply)
+        return await self._told(member, slot, reply)
 
     async def _result(self, request: Request) -> Response:
-        return chunk_of(request, self.hub.payload(self._member(request), number_of(request)))
+        return chunk_of(request, here(self.hub.payload(member_of(request), number_of(request))))
 
     async def _withdraw(self, request: Request) -> Response:
-        reply = self.hub.withdraw(self._member(request), number_of(request))
+        member, slot = member_of(request), number_of(request)
+        reply = self.hub.withdraw(member, slot)
         await self._changed()
+        return await self._told(member, slot, reply)
+
+    async def _told(self, member: Member, slot: int, reply: dict[str, Any]) -> Response:
+        """How a slot stands, with the place at a worker, if there are any, where its bulk goes to or comes from."""
+        if self.hub.workshop.far and reply["status"] == "open" and reply["missing"]:
+            place = require_room(self.hub.upload(member, slot)).place
+            # What has come in the meantime only the worker knows.
+            if await self.hub.workshop.sync():
+                await self._changed()
+            reply = self.hub.outcome(member, slot)
+            if reply["status"] == "open" and reply["missing"]:
+                require_room(self.hub.upload(member, slot))
+                reply["at"] = place
+        if self.hub.workshop.far and reply["status"] == "committed" and slot in self.hub.payloads:
+            reply["at"] = place_of(self.hub.payloads[slot])
         return JSONResponse(reply)
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Raises Refusal where a worker has it."""
+    if place_of(tensor):
+        raise Refusal("gone", "a worker has it; ask again where")
+    return tensor
+
+
+def require_room(upload: Upload) -> Upload:
+    """Raises Refusal where a worker has no memory for it."""
+    if isinstance(upload, FarUpload) and upload.refused:
+        raise Refusal("refused", upload.refused)
+    return upload
+
+
+def member_of(request: Request) -> Member:
+    """Who asks. Raises Refusal."""
+    island, incarnation = request.headers.get(ISLAND, ""), request.headers.get(INCARNATION, "")
+    if not 0 < len(incarnation) < 200:
+        raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks")
+    return Member(whole(island, f"the header {ISLAND}"), incarnation)
 
 
 def number_of(request: Request) -> int:
