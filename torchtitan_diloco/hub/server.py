@@ -68,6 +68,7 @@ class HubServer:
             SpoolReader(spool, service, run_id, spool_timeout_s, self._broken).run for spool in spools
         ]
         self._server = server_of(service.app, cert, key)
+        service.ending = lambda: self._server.should_exit
 
     def run(self) -> None:
         """Raises what has made it impossible to go on."""

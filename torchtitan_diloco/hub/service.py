@@ -61,6 +61,8 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
         self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """What else runs in the event loop for as long as the service does."""
+        self.ending: Callable[[], bool] = lambda: False
+        """Whether the server is about to end, so that nobody is kept waiting."""
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/join", self._join),
             ("POST", "/admit", self._admit),
@@ -103,9 +105,11 @@ class Service:
                 for seat in self.hub.tick():
                     logger.warning("island %d is gone: %s", seat.member.island, seat.why)
                 await self._changed()
-            except BaseException as error:
-                self._stop(error)
+            except asyncio.CancelledError:
                 raise
+            except BaseException as error:  # noqa: BLE001 - nothing goes on without it
+                self._stop(error)
+                return
 
     # ---- every request ---------------------------------------------------------------------------------------------
 
@@ -150,6 +154,8 @@ class Service:
         try:
             await asyncio.get_running_loop().run_in_executor(self._merging, job.run)
             self.hub.done(job)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:  # noqa: BLE001 - nothing goes on without it
             self._stop(error)
             return
@@ -253,11 +259,11 @@ class Service:
         deadline = asyncio.get_running_loop().time() + seconds
         while (reply := outcome())["status"] == "open" and not reply["missing"]:
             left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
+            if left <= 0 or self.ending():
                 break
             async with self._news:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), left)
+                    await asyncio.wait_for(self._news.wait(), min(left, 2 * TICK_S))
         return await self._told(member, slot, reply)
 
     async def _result(self, request: Request) -> Response:
