@@ -291,7 +291,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "syncer.worker_secret syncer.worker_urls",
         lambda secret, urls: bool(secret) or not urls,
-        "must name a file where there are syncer.worker_urls, or strangers could use those workers; make one with "
+        "must name a file where there are syncer.worker_urls, or strangers could use those; make one with "
         "`openssl rand -hex 32` and copy it to each",
     ),
     _rule(

@@ -65,6 +65,7 @@ class Worker:
         self._leaving: list[str] = []  # of those, what the worker may not have heard of yet
         self._handles: WeakValueDictionary[str, Handle] = WeakValueDictionary()
         self._uploads: WeakValueDictionary[str, FarUpload] = WeakValueDictionary()
+        self._syncs = 0
         self._heard = 0.0
         self._fault: Lost | Fenced | None = None
 
@@ -107,7 +108,9 @@ class Worker:
             listed = [
                 (u.handle.key, u.nbytes, u.kind, u.member.island, u.member.incarnation) for u in uploads
             ]
-            reply = await self._post_in_loop("/worker/sync", {"uploads": listed, "drop": self._leaving})
+            self._syncs += 1
+            body = {"serial": self._syncs, "uploads": listed, "drop": self._leaving}
+            reply = await self._post_in_loop("/worker/sync", body)
             self._heard = time.monotonic()
             self._leaving = []
             for key in reply["read"]:
@@ -121,6 +124,10 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

@@ -76,9 +76,11 @@ class HubServer:
             self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
-            self.store.close()
-            if self._crew is not None:
-                self._crew.close()
+            try:
+                self.store.close()
+            finally:
+                if self._crew is not None:
+                    self._crew.close()
         if self._fault is not None:
             raise self._fault
 

@@ -257,6 +257,8 @@ class Service:
         seconds = min(query(request, "wait"), LONGEST_POLL_S)
         outcome = lambda: self.hub.outcome(member, slot)
         deadline = asyncio.get_running_loop().time() + seconds
+        if self.hub.workshop.far:
+            await self._learn(member, slot)
         while (reply := outcome())["status"] == "open" and not reply["missing"]:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or self.ending():
@@ -275,17 +277,22 @@ class Service:
         await self._changed()
         return await self._told(member, slot, reply)
 
-    async def _told(self, member: Member, slot: int, reply: dict[str, Any]) -> Response:
-        """How a slot stands, with the place at a worker, if there are any, where its bulk goes to or comes from."""
-        if self.hub.workshop.far and reply["status"] == "open" and reply["missing"]:
-            place = require_room(self.hub.upload(member, slot)).place
-            # What has come in the meantime only the worker knows.
+    async def _learn(self, member: Member, slot: int) -> dict[str, Any]:
+        """How a slot stands, now that the worker has said what it has of this island's contribution. Raises Refusal."""
+        reply = self.hub.outcome(member, slot)
+        if reply["status"] == "open" and reply["missing"]:
+            self.hub.upload(member, slot)  # the worker learns of it with this
             if await self.hub.workshop.sync():
                 await self._changed()
             reply = self.hub.outcome(member, slot)
+        return reply
+
+    async def _told(self, member: Member, slot: int, reply: dict[str, Any]) -> Response:
+        """How a slot stands, with the place at a worker, if there are any, where its bulk goes to or comes from."""
+        if self.hub.workshop.far and reply["status"] == "open" and reply["missing"]:
+            reply = await self._learn(member, slot)
             if reply["status"] == "open" and reply["missing"]:
-                require_room(self.hub.upload(member, slot))
-                reply["at"] = place
+                reply["at"] = require_room(self.hub.upload(member, slot)).place
         if self.hub.workshop.far and reply["status"] == "committed" and slot in self.hub.payloads:
             reply["at"] = place_of(self.hub.payloads[slot])
         return JSONResponse(reply)

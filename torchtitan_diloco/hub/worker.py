@@ -67,6 +67,7 @@ class Held:
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
+    serial: int = 0
     work: dict[str, asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -197,6 +198,9 @@ class WorkerService:
         """uploads: that are open and were incomplete as far as the coordinator knows. drop: keys that it does not need."""
         data, held = message(await body_of(request, MESSAGE_LIMIT)), self._held
         told: dict[str, dict[str, Any]] = {}
+        if data["serial"] < held.serial:  # a copy that has come late; what it asks for may be let go already
+            return JSONResponse({"uploads": {}, "read": []})
+        held.serial = data["serial"]
         for key, nbytes, kind, island, incarnation in data["uploads"]:
             refused = ""
             if key not in held.arrivals and key not in held.tensors:

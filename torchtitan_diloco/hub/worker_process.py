@@ -73,12 +73,12 @@ class WorkerServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = url_of(place.host, self.port, "https" if place.cert else "http")
         try:
-            service = WorkerService(place.run_id, Path(place.folder), secret, access)
+            self.service = WorkerService(place.run_id, Path(place.folder), secret, access)
         except OSError as error:
             raise UserError(
                 f"syncer.dir: {place.folder} cannot be written ({error.strerror}); give it another"
             ) from None
-        self._server = server_of(service.app, place.cert, place.key)
+        self._server = server_of(self.service.app, place.cert, place.key)
 
     def run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import xxhash
 
 from tests.helpers.hub_islands import RUN, HubIsland, together
 from tests.helpers.hub_process import HubProcess
+from tests.helpers.hub_proxy import FAULTS, HubProxy, at_random
 from torchtitan_diloco.config.own import CodecConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.hub_link import HubLink
@@ -69,7 +71,7 @@ def make_worker(tmp_path: Path) -> Iterator[Callable[..., WorkerServer]]:
 
 def say(worker: WorkerServer, path: str, secret: str, start: str, run: str = RUN) -> tuple[int, str]:
     headers = {"authorization": f"Bearer {secret}", START: start, RUN_HEADER: run}
-    body = {"uploads": [], "drop": []}
+    body = {"serial": 1, "uploads": [], "drop": []}
     answer = httpx.post(worker.url + path, json=body, headers=headers, trust_env=False)
     return answer.status_code, answer.text
 
@@ -217,6 +219,52 @@ def test_workers_on_other_hosts_over_https_with_tokens(
     serving.join(20)
     assert after[0].state.lineage == after[1].state.lineage
     assert [status for _, status in after[0].statuses] == ["committed"] * 3
+
+
+@pytest.mark.timeout(240)
+def test_faults_of_the_network_to_a_worker_change_no_bit(make_hub, make_worker, tmp_path: Path) -> None:
+    """Of islands' bulk and of the hub's own requests some get lost, are cut, delayed, or come twice and late."""
+    quiet: HubServer = make_hub(rules=Rules(lease_s=30.0))
+    secret, worker = private(tmp_path / "secret", SECRET), make_worker()
+
+    def run_all(hub: HubServer) -> list[HubIsland]:
+        islands = [HubIsland(i, [hub.url], 2, SIZES, INT8) for i in range(2)]
+        together([lambda i=i: (i.join(), i.run(40), i.transport.leave("done")) for i in islands], 200)
+        return islands
+
+    reference = run_all(quiet)[0]
+    with HubProxy(worker.port, at_random(3, 0.01)).running() as bad:
+        crewed = Crewed(urls=[bad.url], secret=secret)
+        hub = HubServer("127.0.0.1", 0, RUN, Rules(lease_s=30.0), tmp_path / "hub", crewed=crewed)
+        serving = hub.in_thread()
+        try:
+            islands = run_all(hub)
+        finally:
+            hub.stop()
+            serving.join(20)
+    print("seed 3:", dict(bad.done))
+    assert len(set(FAULTS) & set(bad.done)) >= 5
+    for island in islands:
+        assert island.state.describe() == reference.state.describe()
+        for name, tensor in island.state.tensors().items():
+            assert torch.equal(tensor, reference.state.tensors()[name])
+        assert {status for _, status in island.statuses} <= {"committed", "behind"}
+
+
+def test_a_worker_holds_what_the_hub_needs_and_no_more(make_hub, make_worker, tmp_path: Path) -> None:
+    """Anchor, momentum and residual of each fragment, however many slots there were; on the disk too."""
+    worker = make_worker()
+    secret = private(tmp_path / "secret", SECRET)
+    hub: HubServer = make_hub(folder=tmp_path / "hub", crewed=Crewed(urls=[worker.url], secret=secret))
+    islands = [HubIsland(i, [hub.url], 2, SIZES, INT8) for i in range(2)]
+    together([lambda i=i: (i.join(), i.run(20), i.transport.leave("done")) for i in islands])
+    held, folder = worker.service._held, tmp_path / "worker" / "parts"
+    counts = lambda: (len(held.tensors), len(held.residuals), len(held.arrivals), len(list(folder.iterdir())))
+    end = time.monotonic() + 20
+    while counts() != (8, 4, 0, 12):
+        assert time.monotonic() < end, counts()
+        time.sleep(0.1)
+    assert held.digests == {}
 
 
 @pytest.mark.timeout(120)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -165,6 +166,8 @@ def test_a_joiner_takes_the_state_from_the_workers(make_hub, tmp_path: Path) -> 
     hub: HubServer = make_hub(folder=tmp_path, crewed=Crewed(2))
     founders = [HubIsland(i, [hub.url], 2, SIZES, INT8) for i in range(2)]
     together([lambda i=i: (i.join(), i.run(6)) for i in founders])
+    workers = httpx.get(f"{hub.url}/status", trust_env=False).json()["workers"]
+    assert [(worker["fragments"], worker["values"]) for worker in workers] == [([0, 3], 1050), ([1, 2], 1000)]
     joiner = HubIsland(2, [hub.url], 2, SIZES, INT8)
     fetched: list[str] = []
     get = joiner.transport._state._get
