@@ -232,14 +232,16 @@ def main(argv: Sequence[str]) -> int:
                 middle = statistics.median(took)
                 print(f"  {name}: {middle:.3f} s for {moved:.0f} MB, {moved / middle:.0f} MB/s")
             for k, peak in enumerate(peaks):
-                share = 1.0 if not arguments.workers else (k > 0) / arguments.workers
-                bound = share * 2 * 4 * VALUES + (share > 0) * (ISLANDS + 2) * nbytes
-                used, total = peak.peak - peak.idle, arguments.pairs * moved
-                print(
-                    f"{'hub' if k == 0 else f'worker {k - 1}'}: memory over its idle process ({peak.idle / MB:.0f} MB): "
-                    f"{used / MB:.0f} MB; anchor + momentum + (islands + 2) fragments of its share = {bound / MB:.0f} MB: "
-                    f"{'met' if used <= bound else 'MISSED'}; CPU {1e3 * peak.cpu_s / total:.2f} ms per MB moved in all"
-                )
+                used, own = peak.peak - peak.idle, arguments.pairs * moved
+                text = f"{'hub' if k == 0 else f'worker {k - 1}'}: {used / MB:.0f} MB over its idle process"
+                if (k > 0) == (arguments.workers > 0):
+                    own /= max(1, arguments.workers)
+                    bound = 2 * 4 * VALUES / max(1, arguments.workers) + (ISLANDS + 2) * nbytes
+                    text += f"; anchor + momentum + (islands + 2) fragments = {bound / MB:.0f} MB: "
+                    text += "met" if used <= bound else "MISSED"
+                    print(f"{text}; CPU {1e3 * peak.cpu_s / own:.2f} ms per MB that it moves")
+                else:
+                    print(f"{text}; CPU {1e3 * peak.cpu_s / arguments.pairs:.0f} ms per pair of turns")
         finally:
             for process in (hub, plain_server):
                 process.kill()
