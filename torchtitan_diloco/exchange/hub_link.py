@@ -186,11 +186,12 @@ class HubLink:
         if path.startswith(":"):  # of another process on the hub's machine
             url, path = f"{urlsplit(url).scheme}://{_host(url)}", path
         elif "://" in path:
-            url, path, at = "", path, -1  # nobody's way to the hub
-            if self.url.startswith("https:") and not path.startswith("https:"):
+            place = urlsplit(path)
+            if url.startswith("https:") and place.scheme != "https":
                 raise Refusal(
                     "refused", f"it names {path}, where the island's token could be read on the way"
                 )
+            url, path, at = f"{place.scheme}://{place.netloc}", place.path, -1  # nobody's way to the hub
         try:
             response = client.request(method, url + path, **arguments)
         except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:

@@ -203,6 +203,7 @@ class Crew(Workshop):
         start = f"{epoch} {secrets.token_hex(8)}"
         for worker in self._workers:
             worker.begin(start)
+            logger.info("a worker of this hub is at %s", worker.url)
 
     def of(self, fragment: int) -> Worker:
         return self._workers[self._owners[fragment]]
