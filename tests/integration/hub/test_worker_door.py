@@ -51,6 +51,7 @@ def tokens(tmp_path: Path) -> str:
     return private(tmp_path / "tokens.toml", "".join(f'{who} = "{token}"\n' for who, token in TOKENS.items()))
 
 
+# Where a test has both, it names this one before `make_hub`, whose hub then ends first.
 @pytest.fixture
 def make_worker(tmp_path: Path) -> Iterator[Callable[..., WorkerServer]]:
     started: list[tuple[WorkerServer, threading.Thread]] = []
@@ -222,7 +223,7 @@ def test_workers_on_other_hosts_over_https_with_tokens(
 
 
 @pytest.mark.timeout(240)
-def test_faults_of_the_network_to_a_worker_change_no_bit(make_hub, make_worker, tmp_path: Path) -> None:
+def test_faults_of_the_network_to_a_worker_change_no_bit(make_worker, make_hub, tmp_path: Path) -> None:
     """Of islands' bulk and of the hub's own requests some get lost, are cut, delayed, or come twice and late."""
     quiet: HubServer = make_hub(rules=Rules(lease_s=30.0))
     secret, worker = private(tmp_path / "secret", SECRET), make_worker()
@@ -251,7 +252,7 @@ def test_faults_of_the_network_to_a_worker_change_no_bit(make_hub, make_worker, 
         assert {status for _, status in island.statuses} <= {"committed", "behind"}
 
 
-def test_a_worker_holds_what_the_hub_needs_and_no_more(make_hub, make_worker, tmp_path: Path) -> None:
+def test_a_worker_holds_what_the_hub_needs_and_no_more(make_worker, make_hub, tmp_path: Path) -> None:
     """Anchor, momentum and residual of each fragment, however many slots there were; on the disk too."""
     worker = make_worker()
     secret = private(tmp_path / "secret", SECRET)
@@ -288,7 +289,7 @@ def test_processes_of_its_own_over_https_with_tokens(
     assert islands[0].state.lineage == islands[1].state.lineage and islands[0].state.slot == 5
 
 
-def test_a_hub_and_workers_that_do_not_fit_are_told_apart(make_hub, make_worker, tmp_path: Path) -> None:
+def test_a_hub_and_workers_that_do_not_fit_are_told_apart(make_worker, make_hub, tmp_path: Path) -> None:
     worker = make_worker()
     wrong = private(tmp_path / "wrong", WRONG)
     with pytest.raises(
