@@ -1,11 +1,12 @@
 """What the hub adds to moving bytes: two islands put a fragment each, it merges, both get the result.
 
     python benchmarks/hub.py                      # about 2 minutes, 3 GB
+    python benchmarks/hub.py --workers 2          # the same with its parts spread over two worker processes
 
 50 million float32 values in 4 fragments. The hub is a process of its own with one torch thread, as `torchtitan-diloco syncer`
 starts it, durable state included. Plain: the same bytes up and down over as many connections, through the same Starlette,
 uvicorn and httpx, with nothing in between but the checksums. Turns are taken A B B A; the ratio is plain over ours, so 1.0
-is as fast as copying. The peak of the hub's memory over its idle process stands beside.
+is as fast as copying. The peak of the hub's memory over its idle process stands beside, and the CPU time of each process.
 """
 
 import argparse
@@ -72,7 +73,10 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from torchtitan_diloco.hub.hub import Rules
 from torchtitan_diloco.hub.server import HubServer
-server = HubServer("127.0.0.1", 0, sys.argv[2], Rules(lease_s=60), Path(sys.argv[3]))
+from torchtitan_diloco.hub.worker_process import Crewed
+server = HubServer(
+    "127.0.0.1", 0, sys.argv[2], Rules(lease_s=60), Path(sys.argv[3]), crewed=Crewed(int(sys.argv[4]))
+)
 print(server.port, flush=True)
 server.run()
 """
@@ -81,6 +85,7 @@ server.run()
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=0)
     arguments = parser.parse_args(argv)
     require_counts(parser, arguments, "pairs")
     return arguments
@@ -128,11 +133,12 @@ class Ours:
         )  # fmt: skip
         reply = link.ask("POST", f"/slots/{slot}/header", header.to_json())
         nothing = lambda size: None
-        link.put(f"/slots/{slot}/payload", self.payload, reply["missing"], nothing, of=self.payload.numel())
+        place = reply.get("at") or f"/slots/{slot}/payload"
+        link.put(place, self.payload, reply["missing"], nothing, of=self.payload.numel())
         while reply["status"] == "open":
             reply = link.ask("GET", f"/slots/{slot}/outcome", wait_s=20, wait=20)
         assert reply["status"] == "committed", reply
-        link.get(f"/slots/{slot}/result", Upload(self.payload.numel()), nothing)
+        link.get(reply.pop("at", "") or f"/slots/{slot}/result", Upload(self.payload.numel()), nothing)
         record = Record.from_json(reply)
         digest = record.digest.split()[0]
         lineage = link_of(lineage, slot, fragment, digest, list(record.participants), record.members)
@@ -167,13 +173,21 @@ def timed(turn: Callable[[], None]) -> float:
 
 
 class Peak(threading.Thread):
-    """The largest resident memory of a process, watched 200 times a second."""
+    """The largest resident memory of a process, watched 200 times a second, and its CPU time since ``count``."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._process = psutil.Process(pid)
         self.idle = self.peak = self._process.memory_info().rss
         self.ended = threading.Event()
+        self._counted = 0.0
+
+    def count(self) -> None:
+        self._counted = sum(self._process.cpu_times()[:2])
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(self._process.cpu_times()[:2]) - self._counted
 
     def run(self) -> None:
         while not self.ended.wait(0.005):
@@ -187,23 +201,27 @@ def main(argv: Sequence[str]) -> int:
     print(f"machine: {machine()}")
     nbytes = 4 * (VALUES // FRAGMENTS)
     with tempfile.TemporaryDirectory() as folder:
-        hub, hub_url = started(HUB, RUN, folder)
+        hub, hub_url = started(HUB, RUN, folder, str(arguments.workers))
         plain_server, plain_url = started(PLAIN, str(nbytes))
         try:
-            peak = Peak(hub.pid)
-            peak.start()
+            peaks = [Peak(pid) for pid in (hub.pid, *(p.pid for p in psutil.Process(hub.pid).children()))]
+            for peak in peaks:
+                peak.start()
             ours, plain = Ours(hub_url), Plain(plain_url, nbytes)
             for _ in range(FRAGMENTS):
                 ours.turn()  # momentum is there
             plain.turn()
             sides = [plain.turn, ours.turn]
             ratios, seconds = [], ([], [])  # type: ignore[var-annotated]
+            for peak in peaks:
+                peak.count()
             for first, second in order_of_turns(arguments.pairs):
                 took = {side: timed(sides[side]) for side in (first, second)}
                 ratios.append(took[0] / took[1])
                 seconds[0].append(took[0])
                 seconds[1].append(took[1])
-            peak.ended.set()
+            for peak in peaks:
+                peak.ended.set()
             low, high = interval(ratios)
             moved = 2 * ISLANDS * nbytes / MB
             print(
@@ -213,13 +231,17 @@ def main(argv: Sequence[str]) -> int:
             for name, took in zip(("plain", "ours"), seconds, strict=True):
                 middle = statistics.median(took)
                 print(f"  {name}: {middle:.3f} s for {moved:.0f} MB, {moved / middle:.0f} MB/s")
-            fragment = nbytes
-            bound = 2 * 4 * VALUES + (ISLANDS + 2) * fragment
-            used = peak.peak - peak.idle
-            print(
-                f"hub's memory over its idle process: {used / MB:.0f} MB; anchor + momentum + (islands + 2) fragments = "
-                f"{bound / MB:.0f} MB: {'met' if used <= bound else 'MISSED'}"
-            )
+            for k, peak in enumerate(peaks):
+                used, own = peak.peak - peak.idle, arguments.pairs * moved
+                text = f"{'hub' if k == 0 else f'worker {k - 1}'}: {used / MB:.0f} MB over its idle process"
+                if (k > 0) == (arguments.workers > 0):
+                    own /= max(1, arguments.workers)
+                    bound = 2 * 4 * VALUES / max(1, arguments.workers) + (ISLANDS + 2) * nbytes
+                    text += f"; anchor + momentum + (islands + 2) fragments = {bound / MB:.0f} MB: "
+                    text += "met" if used <= bound else "MISSED"
+                    print(f"{text}; CPU {1e3 * peak.cpu_s / own:.2f} ms per MB that it moves")
+                else:
+                    print(f"{text}; CPU {1e3 * peak.cpu_s / arguments.pairs:.0f} ms per pair of turns")
         finally:
             for process in (hub, plain_server):
                 process.kill()

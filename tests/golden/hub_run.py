@@ -14,6 +14,7 @@ from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.hub import HubTransport
 from torchtitan_diloco.hub.hub import Rules
 from torchtitan_diloco.hub.server import HubServer
+from torchtitan_diloco.hub.worker_process import Crewed
 
 
 def settings_of(case: Case, plan: Plan, islands: int) -> dict[str, Any]:
@@ -32,12 +33,13 @@ class HubRun:
 
     case: Case
     plans: Sequence[Plan]
+    workers: int = 0
 
     def check(self, folder: Path) -> list[Result]:
         """Do it below ``folder``; raises Mismatch unless it is the reference's, local parameters included."""
         count = len(self.plans)
         settings = settings_of(self.case, self.plans[0], count)
-        server = HubServer("127.0.0.1", 0, "golden", Rules(), folder / "syncer")
+        server = HubServer("127.0.0.1", 0, "golden", Rules(), folder / "syncer", crewed=Crewed(self.workers))
         serving = server.in_thread()
 
         def transport(island: int, merge: Merge) -> HubTransport:

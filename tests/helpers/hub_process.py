@@ -8,16 +8,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.helpers.hub_islands import RUN
 
 REPO = Path(__file__).parents[2]
 
 
 class HubProcess:
-    """settings: of [syncer]."""
+    """settings: of [syncer]. more: words of the command."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self._folder, self.port = folder, 0
+    def __init__(self, folder: Path, *more: str, **settings: Any) -> None:
+        self._folder, self.port, self._more = folder, 0, more
         self._process: subprocess.Popen[bytes] | None = None
         self.log = folder / "hub.log"
         lines = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
@@ -34,7 +36,14 @@ class HubProcess:
         port_file = self._folder / "port"
         port_file.unlink(missing_ok=True)
         command = [
-            *(sys.executable, "-m", "torchtitan_diloco", "syncer", str(self._folder / "run.toml")),
+            *(
+                sys.executable,
+                "-m",
+                "torchtitan_diloco",
+                "syncer",
+                str(self._folder / "run.toml"),
+                *self._more,
+            ),
             *("--syncer.bind", f"127.0.0.1:{self.port}", "--port-file", str(port_file)),
         ]
         with open(self.log, "ab") as log:
@@ -47,6 +56,18 @@ class HubProcess:
             assert self._process.poll() is None and time.monotonic() < end, self.log.read_text()[-3000:]
             time.sleep(0.02)
         self.port = int(port_file.read_text())
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that the hub has started."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children()
+
+    def ended(self, seconds: float = 30.0) -> int:
+        """The exit code, once it has ended by itself."""
+        assert self._process is not None
+        code = self._process.wait(seconds)
+        self._process = None
+        return code
 
     def kill(self) -> None:
         if self._process is not None:

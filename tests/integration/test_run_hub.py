@@ -75,3 +75,30 @@ def test_up_and_down_are_counted(hubbed: Hubbed) -> None:
     more = [e["bytes_sent"] / e["bytes_received"] for e in rounds if e["bytes_sent"] != e["bytes_received"]]
     assert len(rounds) >= 10 and len(more) <= 4, more
     assert all(e["bytes_received"] > 0 for e in rounds)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_whose_hub_has_workers_goes_on_when_one_of_them_dies(tmp_path: Path, corpus: Path) -> None:
+    arguments = (
+        *(
+            "--transport.kind",
+            "hub",
+            "--syncer.workers",
+            "2",
+            "--semi_sync.fragments",
+            "4",
+            "--training.steps",
+            "60",
+        ),
+        *("--debug.pace_step_seconds", str(PACE_S)),
+    )
+    with local_run(tmp_path, write_config(tmp_path, corpus), *arguments) as run:
+        run.until_step(2 * SYNC_EVERY)
+        workers = [p for p in run.processes() if "torchtitan_diloco.hub.worker_process" in p.cmdline()]
+        assert len(workers) == 2
+        workers[0].kill()
+        assert run.end() == 0, run.output + run.errors
+        assert "hub ended with code 75" in run.output and "hub started again" in run.output
+        assert "anchors are equal" in run.output
+        assert len(run.common_digests()) >= 40
+        assert run.processes() == []

@@ -16,7 +16,7 @@ from torchtitan_diloco.cli.overrides import split_overrides
 from torchtitan_diloco.cli.port_file import write_port
 from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.schema import RunConfig
-from torchtitan_diloco.errors import Resumable
+from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.listening import is_loopback
 
 
@@ -34,6 +34,9 @@ class SyncerOptions:
     port_file: Path | None = None
     """Write the port here once the hub listens."""
 
+    worker: bool = False
+    """Be a worker of a hub on another host, whose syncer.worker_urls has this one's address."""
+
 
 def folder_of(config: RunConfig) -> Path:
     """Of the hub's durable state."""
@@ -46,8 +49,36 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(SyncerOptions, args=own, prog="torchtitan-diloco syncer")
     config = load_config(options.file, overrides).config
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    serve(config, options.port_file)
+    (serve_as_worker if options.worker else serve)(config, options.port_file)
     return 0
+
+
+def serve_as_worker(config: RunConfig, port_file: Path | None) -> None:
+    from torchtitan_diloco.hub.tokens import read_secret
+    from torchtitan_diloco.hub.worker_process import Place, WorkerServer
+
+    syncer = config.syncer
+    if not syncer.worker_secret:
+        raise UserError(
+            "syncer.worker_secret is empty: it names the file with the secret that the hub has as well"
+        )
+    host, _, port = syncer.bind.rpartition(":")
+    folder = str(folder_of(config) / "parts")
+    run_id = os.environ.get(RUN_ID, config.job.name)
+    place = Place(host.strip("[]"), int(port), run_id, folder, syncer.tokens, syncer.cert, syncer.key)
+    server = WorkerServer(place, read_secret(syncer.worker_secret))
+    warn_of_readers(host, syncer.cert, server.url)
+    logging.info("a worker of the hub of run %s listens on %s", config.job.name, server.url)
+    if port_file is not None:
+        write_port(port_file, server.port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.run()
+
+
+def warn_of_readers(host: str, cert: str, url: str) -> None:
+    if not cert and not is_loopback(host):
+        logging.warning("without syncer.cert, tokens and weights can be read on the way to %s", url)
 
 
 def serve(config: RunConfig, port_file: Path | None) -> None:
@@ -56,6 +87,7 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
     from torchtitan_diloco.hub.server import HubServer
     from torchtitan_diloco.hub.store import Fenced
     from torchtitan_diloco.hub.tokens import read_tokens
+    from torchtitan_diloco.hub.worker_process import Crewed
 
     host, _, port = config.syncer.bind.rpartition(":")
     rules = Rules(config.syncer.heartbeat_timeout_s, config.syncer.hang_timeout_s, config.syncer.wait_s)
@@ -72,9 +104,16 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
         key=config.syncer.key,
         spools=[Path(folder) for folder in config.syncer.spools],
         spool_timeout_s=config.syncer.spool_timeout_s,
+        crewed=Crewed(
+            config.syncer.workers,
+            config.syncer.worker_port,
+            config.syncer.worker_urls,
+            config.syncer.worker_secret,
+            config.transport.ca_file,
+        ),
+        tokens=tokens,
     )
-    if not cert and not is_loopback(host):
-        logging.warning("without syncer.cert, tokens and weights can be read on the way to %s", server.url)
+    warn_of_readers(host, cert, server.url)
     logging.info("the hub of run %s listens on %s", config.job.name, server.url)
     if port_file is not None:
         write_port(port_file, server.port)

@@ -142,6 +142,14 @@ class SyncerConfig:
     """Folders, mirrored from and to the `transport.dir` of islands with `transport.kind = "spool"`."""
     spool_timeout_s: float = 86400.0
     """Silence after which such an island is gone: how long its site may be out of reach of the mirror."""
+    workers: int = 0
+    """Processes that the hub starts beside itself, which the fragments are spread over by bytes; 0 = it does all itself."""
+    worker_port: int = 0
+    """Port of the first of them; the others take the next ones. 0 = free ones, where no firewall is between."""
+    worker_urls: list[str] = field(default_factory=list)
+    """Instead of `workers`: addresses, as islands dial them, of those started elsewhere with `syncer FILE.toml --worker`."""
+    worker_secret: str = ""
+    """With `worker_urls`, file with the secret of the hub and these workers on one line, readable by its owner only."""
 
 
 @dataclass(kw_only=True, slots=True)

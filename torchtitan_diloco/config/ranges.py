@@ -101,6 +101,8 @@ URLS = Range(
     "the file that transport.token_file names)",
 )
 
+MOST_WORKERS = 64
+
 RANGES: dict[str, Range] = {
     "job.dump_folder": NOT_EMPTY,
     "job.name": FOLDER_NAME,
@@ -183,6 +185,11 @@ RANGES: dict[str, Range] = {
     "syncer.wait_s": SECONDS,
     "syncer.spools": Range(lambda v: all(v) and len(set(v)) == len(v), "folders, each named once"),
     "syncer.spool_timeout_s": SECONDS,
+    "syncer.workers": Range(lambda v: 0 <= v <= MOST_WORKERS, f"from 0 to {MOST_WORKERS}"),
+    "syncer.worker_port": Range(
+        lambda v: 0 <= v <= 65536 - MOST_WORKERS, f"from 0 to {65536 - MOST_WORKERS}"
+    ),
+    "syncer.worker_urls": URLS,
     "transport.max_rate": AT_LEAST_0,
     "transport.streams": Range(lambda v: 1 <= v <= 64, "from 1 to 64"),
     "data.shards": AT_LEAST_1,

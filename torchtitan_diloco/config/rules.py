@@ -308,6 +308,27 @@ RULES: tuple[Rule, ...] = (
         for inside in ("comm.train_timeout_seconds", "comm.init_timeout_seconds")
     ),
     _rule(
+        "syncer.workers syncer.worker_urls",
+        lambda count, urls: not count or not urls,
+        "({0}) are processes that the hub starts itself, syncer.worker_urls those that it finds; give one of them",
+    ),
+    _rule(
+        "syncer.spools syncer.workers syncer.worker_urls",
+        lambda spools, count, urls: not spools or not (count or urls),
+        "cannot be had with workers, which islands have to dial; remove syncer.workers and syncer.worker_urls, or the spools",
+    ),
+    _rule(
+        "syncer.worker_secret syncer.worker_urls",
+        lambda secret, urls: bool(secret) or not urls,
+        "must name a file where there are syncer.worker_urls, or strangers could use those; make one with "
+        "`openssl rand -hex 32` and copy it to each",
+    ),
+    _rule(
+        "syncer.worker_urls syncer.cert",
+        lambda urls, cert: not cert or all(url.startswith("https:") for url in urls),
+        "must all begin with https where the hub has a certificate (syncer.cert): tokens could be read on the way to others",
+    ),
+    _rule(
         "lighthouse.heartbeat_interval_s lighthouse.heartbeat_timeout_s",
         lambda beat, silence: beat < silence,
         "({0} s) must be less than lighthouse.heartbeat_timeout_s ({1} s)",

@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
 from torchtitan_diloco.exchange.messages import Message, from_json, to_json
+from torchtitan_diloco.hub.bulk import chunk_of
 from torchtitan_diloco.hub.refusal import Refusal
-from torchtitan_diloco.hub.service import chunk_of
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.listening import bind, url_of
 from torchtitan_diloco.outer.policy import Member

@@ -158,7 +158,8 @@ class HubTransport(Transport):
             if reply["status"] == "upload":
                 tensors = state.tensors()
                 for name, ranges in reply["missing"].items():
-                    self._put(f"/state/{name}", tensors[name].view(torch.uint8), ranges)
+                    path = reply.get("at", {}).get(name) or f"/state/{name}"
+                    self._put(path, tensors[name].view(torch.uint8), ranges)
                 continue
             self._note(Waiting(str(reply["why"]), began, "the hub says so"))
             if time.monotonic() > deadline:
@@ -242,7 +243,8 @@ class HubTransport(Transport):
         """Make ``state`` the hub's: all of it, or the fragments that are further there. Raises Unreachable or Refusal."""
         began = time.monotonic()
         offered = self._ask("GET", "/state")
-        get = lambda name, upload: self._get(f"/state/{offered['key']}/{name}", upload)
+        places = offered.get("at", {})
+        get = lambda name, to: self._get(places.get(name) or f"/state/{offered['key']}/{name}", to)
         try:
             received = self._state.take(state, offered, get, whole)
         except ValueError as error:
@@ -308,7 +310,7 @@ class HubTransport(Transport):
                 target = f"islands {islands}" if islands else "the hub"
                 self._note(Waiting(target, since, f"{reply['phase']} of slot {slot}"))
                 if reply["missing"]:
-                    path = f"/slots/{slot}/payload"
+                    path = reply.get("at") or f"/slots/{slot}/payload"
                     try:
                         self._put(path, offer.payload, reply["missing"], slot, of=offer.payload.nbytes)
                     except Refusal as refusal:
@@ -326,12 +328,13 @@ class HubTransport(Transport):
             return Outcome(slot, "withdrawn", reason="asked to stop")
         if reply["status"] == "behind":
             return Outcome(slot, "behind", reason=str(reply["reason"]))
+        place = reply.pop("at", "")
         record = Record.from_json(reply)
         if record.status == "failed":
             return Outcome(slot, "failed", reason=record.reason, present=record.present)
         offer.merged = offer.merged or Upload(record.nbytes)
         try:
-            self._get(f"/slots/{slot}/result", offer.merged, slot)
+            self._get(place or f"/slots/{slot}/result", offer.merged, slot)
         except Refusal as refusal:
             if refusal.kind != "gone":
                 raise

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -11,7 +12,7 @@ import xxhash
 from torchtitan_diloco.config.own import TransportConfig
 from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
 from torchtitan_diloco.exchange.pace import TokenBucket
-from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN, make_client
+from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN, host_of, make_client
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.tls import client_context, distrust
 from torchtitan_diloco.hub.tokens import read_token
@@ -121,6 +122,15 @@ class HubLink:
 
     def _send(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> httpx.Response:
         at, url = self._at, self.url
+        if path.startswith(":"):  # of another process on the hub's machine
+            url, path = f"{urlsplit(url).scheme}://{host_of(url)}", path
+        elif "://" in path:
+            place = urlsplit(path)
+            if url.startswith("https:") and place.scheme != "https":
+                raise Refusal(
+                    "refused", f"it names {path}, where the island's token could be read on the way"
+                )
+            url, path, at = f"{place.scheme}://{place.netloc}", place.path, -1  # nobody's way to the hub
         try:
             response = client.request(method, url + path, **arguments)
         except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:

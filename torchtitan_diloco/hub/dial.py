@@ -21,7 +21,7 @@ def make_client(
     Raises UserError where the environment names a proxy that cannot be used.
     """
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    direct = {f"all://{host}": None for host in map(_host, urls) if is_loopback(host)}
+    direct = {f"all://{host}": None for host in map(host_of, urls) if is_loopback(host)}
     try:
         return httpx.Client(headers=headers, verify=trusted, mounts=direct, limits=limits, timeout=timeout)
     except (ValueError, ImportError, httpx.InvalidURL) as error:
@@ -31,6 +31,6 @@ def make_client(
         ) from None
 
 
-def _host(url: str) -> str:
+def host_of(url: str) -> str:
     host = urlsplit(url).hostname or ""
     return f"[{host}]" if ":" in host else host

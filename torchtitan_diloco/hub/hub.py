@@ -22,6 +22,7 @@ from torchtitan_diloco.hub.slot import Job, Open, Record, can_be_weighed
 from torchtitan_diloco.hub.store import NoStore, Snapshot, Store
 from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.hub.workshop import Workshop
 from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, Member, call_roll
 from torchtitan_diloco.outer.state import OuterState
@@ -42,9 +43,10 @@ class Hub:
     """Not thread-safe, and no call takes long, except ``Job.run`` which needs no lock."""
 
     def __init__(
-        self, rules: Rules, store: Store | None = None, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.rules, self.now = rules, now
+        self, rules: Rules, store: Store | None = None, now: Callable[[], float] = time.monotonic,
+        workshop: Workshop | None = None,
+    ) -> None:  # fmt: skip
+        self.rules, self.now, self.workshop = rules, now, workshop or Workshop()
         self.store: Store = store or NoStore()
         self.seats = Seats(rules.lease_s, rules.hang_s, now)
         self.terms: Terms | None = None
@@ -54,12 +56,12 @@ class Hub:
         self.payloads: dict[int, torch.Tensor] = {}
         """The encoded results that some member may still fetch, by slot."""
         self.shelf = Shelf(now)
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(self.workshop)
         self._withdrawn: set[tuple[int, Member]] = set()
         self._recovery = Recovery(now, rules.wait_s, rules.lease_s + RETURN_S)
         found = self.store.load()
         if found is not None:
-            self._merger = found.terms.merger()
+            self._merger = self.workshop.merger(found.terms)
             self._merger.restore(dict(found.residuals))
             self.terms, self.state = found.terms, found.state
             self.records = {record.slot: record for record in found.records}
@@ -137,7 +139,7 @@ class Hub:
             # Until there is a run, who is alone may change its mind: it may have been started again with other settings.
             if terms != self.terms:
                 try:
-                    self._merger = terms.merger()
+                    self._merger = self.workshop.merger(terms)
                 except (ValueError, TypeError, ArithmeticError) as error:
                     raise Refusal("malformed", f"no hub can merge by these settings: {error}") from None
                 self.terms = terms
@@ -182,7 +184,7 @@ class Hub:
         if founding:
             for founder in self.seats.of(Phase.JOINING):
                 founder.founder, founder.first = True, state.slot
-            self._merger = self.terms.merger()
+            self._merger = self.workshop.merger(self.terms)
         for i, (held, old) in enumerate(zip(state.states, before, strict=True)):
             if held.lineage != old:  # what the hub's encoding had lost on the way there, nobody knows
                 self._merger.reset(i)
@@ -192,8 +194,8 @@ class Hub:
 
     def _save(self, last: bool = False) -> None:
         assert self.terms is not None and self.state is not None
-        records = list(self.records.values())
-        self.store.save(Snapshot(self.terms, self.state.copy(), records, self._merger.residuals()), last)
+        what = self.terms, self.state.copy(), list(self.records.values()), self._merger.residuals()
+        self.store.save(Snapshot(*what), last)
 
     def finish(self) -> None:
         """The hub ends in good order: all that it holds is to be saved. Raises Fenced."""
@@ -229,9 +231,8 @@ class Hub:
     @property
     def step(self) -> int:
         """Where in run progress the furthest island stands."""
-        return max(
-            (seat.step for seat in self.seats.of(Phase.MEMBER) + self.seats.of(Phase.JOINING)), default=0
-        )
+        seats = self.seats.of(Phase.MEMBER) + self.seats.of(Phase.JOINING)
+        return max((seat.step for seat in seats), default=0)
 
     def _members(self) -> list[int]:
         return sorted(self.seats.members.keys() | self._recovery.returning)
@@ -270,17 +271,18 @@ class Hub:
                 self._look()
         return self.outcome(seat.member, header.slot)
 
-    def upload(self, member: Member, number: int, nbytes: int) -> Upload:
-        """Where the payload of a contribution goes. Raises Refusal when it is not, or no longer, wanted."""
+    def upload(self, member: Member, number: int, nbytes: int | None = None) -> Upload:
+        """Where the payload of a contribution goes, of so many bytes as the island says. Raises Refusal when it is not, or no
+        longer, wanted."""
         self._member(member)
         slot = self.open.get(number)
         if slot is None or slot.merging or member not in slot.headers:
             raise Refusal("gone", f"slot {number} takes no payload from island {member.island}")
         expected = sum(self._merger.sizes(slot.fragment))
-        if nbytes != expected:
+        if nbytes not in (None, expected):
             raise Refusal("malformed", f"a payload of slot {number} has {expected} bytes, not {nbytes}")
         if member not in slot.uploads:
-            slot.uploads[member] = Upload(nbytes)
+            slot.uploads[member] = self.workshop.upload("payload", slot.fragment, expected, member)
         return slot.uploads[member]
 
     def outcome(self, member: Member, number: int) -> dict[str, Any]:
@@ -389,8 +391,7 @@ class Hub:
                 Contribution(member.island, header.steps, header.tokens, payload, spare=True)
             )
         slot.uploads = {}
-        step = self.state.outer_step(slot.fragment, slot.slot)
-        return Job(slot.slot, slot.fragment, contributions, self._merger, step)
+        return self.workshop.job(slot.slot, slot.fragment, contributions, self._merger, self.state)
 
     def done(self, job: Job) -> None:
         """A merge has been made: commit it."""

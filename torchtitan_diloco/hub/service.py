@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
-from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN
+from torchtitan_diloco.hub.bulk import body_of, chunk_of, problem, query, take_chunk
+from torchtitan_diloco.hub.dial import EPOCH, INCARNATION, ISLAND, RUN
+from torchtitan_diloco.hub.far import FarUpload, place_of
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.refusal import Busy, Kind, Refusal
 from torchtitan_diloco.hub.status import status_of
@@ -38,11 +40,8 @@ STATUS: dict[Kind, int] = {
     "malformed": 400, "stranger": 401, "forbidden": 403, "refused": 409, "gone": 410, "busy": 429,
 }  # fmt: skip
 MESSAGE_LIMIT = 4 << 20  # bytes; a header names every stream that the island has read
-CHUNK_LIMIT = 16 << 20  # bytes of bulk in one request
-PIECE = 256 << 10  # bytes that are handed to a connection at once
 LONGEST_POLL_S = 20.0  # proxies cut connections that are silent for longer
 TICK_S = 0.25
-REASON_LIMIT = 2000  # characters
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -61,6 +60,8 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
         self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """What else runs in the event loop for as long as the service does."""
+        self.ending: Callable[[], bool] = lambda: False
+        """Whether the server is about to end, so that nobody is kept waiting."""
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/join", self._join),
             ("POST", "/admit", self._admit),
@@ -99,12 +100,15 @@ class Service:
         while True:
             await asyncio.sleep(TICK_S)
             try:
+                await self.hub.workshop.sync()
                 for seat in self.hub.tick():
                     logger.warning("island %d is gone: %s", seat.member.island, seat.why)
                 await self._changed()
-            except BaseException as error:
-                self._stop(error)
+            except asyncio.CancelledError:
                 raise
+            except BaseException as error:  # noqa: BLE001 - nothing goes on without it
+                self._stop(error)
+                return
 
     # ---- every request ---------------------------------------------------------------------------------------------
 
@@ -121,7 +125,7 @@ class Service:
                 response.headers["retry-after"] = str(math.ceil(refusal.retry_s))
         except ClientDisconnect:
             response = problem("the request was cut off", "malformed", 400)
-        except (Fenced, OSError) as error:  # nothing can be made durable any more
+        except (Fenced, Resumable, OSError) as error:  # nothing can be made durable any more
             self._stop(error)
             response = problem(str(error), "broken", 503)
         response.headers[EPOCH] = str(self.hub.store.epoch)
@@ -132,32 +136,8 @@ class Service:
         reason = f"the hub has no {request.method} {request.url.path}"
         return problem(reason, "malformed", error.status_code, {EPOCH: str(self.hub.store.epoch)})
 
-    def _member(self, request: Request) -> Member:
-        island, incarnation = request.headers.get(ISLAND, ""), request.headers.get(INCARNATION, "")
-        if not 0 < len(incarnation) < 200:
-            raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks")
-        return Member(whole(island, f"the header {ISLAND}"), incarnation)
-
-    def _length(self, request: Request, limit: int) -> int:
-        """Of the body, which is not read yet. Raises Refusal."""
-        length = whole(request.headers.get("content-length", ""), "the length of the body")
-        if length > limit:
-            raise Refusal("malformed", f"a body of this request has at most {limit} bytes, not {length}")
-        return length
-
-    async def _body(self, request: Request, limit: int) -> bytes:
-        """All of it, or nothing: a body that was cut off is none. Raises Refusal."""
-        length, body = self._length(request, limit), bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > length:
-                break
-        if len(body) != length:
-            raise Refusal("malformed", f"the body has not the {length} bytes that it says, but {len(body)}")
-        return bytes(body)
-
     async def _json(self, request: Request) -> dict[str, Any]:
-        return message(await self._body(request, MESSAGE_LIMIT))
+        return message(await body_of(request, MESSAGE_LIMIT))
 
     async def _changed(self) -> None:
         """Something has happened in the hub: start what it can do now, and tell those who wait."""
@@ -173,6 +153,8 @@ class Service:
         try:
             await asyncio.get_running_loop().run_in_executor(self._merging, job.run)
             self.hub.done(job)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:  # noqa: BLE001 - nothing goes on without it
             self._stop(error)
             return
@@ -181,7 +163,7 @@ class Service:
     # ---- coming and going ------------------------------------------------------------------------------------------
 
     async def _join(self, request: Request) -> Response:
-        member, data = self._member(request), await self._json(request)
+        member, data = member_of(request), await self._json(request)
         try:
             terms = Terms.from_json({**data["terms"], "run_id": self._run_id})
             state = described(data["state"], len(terms.sizes))
@@ -192,12 +174,17 @@ class Service:
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise Refusal("malformed", f"not a hello: {error!r}") from None
         reply = self.hub.join(hello)
+        if "missing" in reply and self.hub.workshop.far:
+            await self.hub.workshop.sync()
+            reply = self.hub.join(hello)
+            for name in reply.get("missing", ()):
+                reply.setdefault("at", {})[name] = require_room(self.hub.bring(member, name)).place
         await self._changed()
         return JSONResponse(reply)
 
     async def _admit(self, request: Request) -> Response:
         data = await self._json(request)
-        reply = self.hub.admit(self._member(request), natural(data, "slot"))
+        reply = self.hub.admit(member_of(request), natural(data, "slot"))
         await self._changed()
         return JSONResponse(reply)
 
@@ -206,12 +193,12 @@ class Service:
         idle = data.get("idle_s")
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 <= idle < 1e9:
             raise Refusal("malformed", f"idle_s is {idle!r}")
-        member, step, slot = self._member(request), natural(data, "step"), natural(data, "slot")
+        member, step, slot = member_of(request), natural(data, "step"), natural(data, "slot")
         return JSONResponse(self.hub.beat(member, step, slot, float(idle)))
 
     async def _leave(self, request: Request) -> Response:
         data = await self._json(request)
-        self.hub.leave(self._member(request), str(data.get("reason")))
+        self.hub.leave(member_of(request), str(data.get("reason")))
         await self._changed()
         return JSONResponse({})
 
@@ -228,40 +215,17 @@ class Service:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     async def _state(self, request: Request) -> Response:
-        return JSONResponse(self.hub.shelve(self._member(request)))
+        reply = self.hub.shelve(member_of(request))
+        places = {name: place_of(self.hub.shelf.tensor(reply["key"], name)) for name in reply["tensors"]}
+        return JSONResponse(reply | {"at": {name: place for name, place in places.items() if place}})
 
     async def _tensor(self, request: Request) -> Response:
-        self._member(request)
+        member_of(request)
         tensor = self.hub.shelf.tensor(request.path_params["key"], request.path_params["name"])
-        return chunk_of(request, tensor.view(torch.uint8))
+        return chunk_of(request, here(tensor).view(torch.uint8))
 
     async def _bring(self, request: Request) -> Response:
-        return await self._take(
-            request, lambda: self.hub.bring(self._member(request), request.path_params["name"])
-        )
-
-    async def _take(self, request: Request, where: Callable[[], Upload]) -> Response:
-        """A chunk of bulk. It goes where it belongs piece by piece, and counts once all of it is here and right."""
-        offset, size = query(request, "offset"), self._length(request, CHUNK_LIMIT)
-        at = offset
-        try:
-            where().check(offset, size)
-            async for piece in request.stream():
-                at += len(piece)
-                if at > offset + size:
-                    break
-                # Asked again with every piece: the same chunk may have come another way, and be in use.
-                where().put(at - len(piece), piece)
-            if at != offset + size:
-                raise Refusal(
-                    "malformed", f"the body has not the {size} bytes that it says, but {at - offset}"
-                )
-            # Of what lies there: a damaged copy of this chunk may have come over another connection meanwhile.
-            if where().checksum(offset, at) != request.headers.get(CHECKSUM):
-                raise Refusal("malformed", f"the chunk at {offset} does not match its checksum")
-            where().add(offset, at)
-        except ValueError as error:
-            raise Refusal("malformed", str(error)) from None
+        await take_chunk(request, lambda: self.hub.bring(member_of(request), request.path_params["name"]))
         return JSONResponse({})
 
     # ---- slots -----------------------------------------------------------------------------------------------------
@@ -276,67 +240,85 @@ class Service:
                 natural(data, name)
         except (ValueError, TypeError) as error:
             raise Refusal("malformed", f"not a header: {error}") from None
-        reply = self.hub.announce(self._member(request), header)
+        reply = self.hub.announce(member_of(request), header)
         await self._changed()
-        return JSONResponse(reply)
+        return await self._told(member_of(request), slot, reply)
 
     async def _upload(self, request: Request) -> Response:
-        where = partial(self.hub.upload, self._member(request), number_of(request), query(request, "of"))
-        response = await self._take(request, where)
+        where = partial(self.hub.upload, member_of(request), number_of(request), query(request, "of"))
+        await take_chunk(request, where)
         await self._changed()
-        return response
+        return JSONResponse({})
 
     async def _outcome(self, request: Request) -> Response:
         """Answers at once when the slot is settled or waits for this island, else when it is, or after a while."""
-        member, slot = self._member(request), number_of(request)
+        member, slot = member_of(request), number_of(request)
         seconds = min(query(request, "wait"), LONGEST_POLL_S)
         outcome = lambda: self.hub.outcome(member, slot)
         deadline = asyncio.get_running_loop().time() + seconds
+        if self.hub.workshop.far:
+            await self._learn(member, slot)
         while (reply := outcome())["status"] == "open" and not reply["missing"]:
             left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
+            if left <= 0 or self.ending():
                 break
             async with self._news:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), left)
-        return JSONResponse(reply)
+                    await asyncio.wait_for(self._news.wait(), min(left, 2 * TICK_S))
+        return await self._told(member, slot, reply)
 
     async def _result(self, request: Request) -> Response:
-        return chunk_of(request, self.hub.payload(self._member(request), number_of(request)))
+        return chunk_of(request, here(self.hub.payload(member_of(request), number_of(request))))
 
     async def _withdraw(self, request: Request) -> Response:
-        reply = self.hub.withdraw(self._member(request), number_of(request))
+        member, slot = member_of(request), number_of(request)
+        reply = self.hub.withdraw(member, slot)
         await self._changed()
+        return await self._told(member, slot, reply)
+
+    async def _learn(self, member: Member, slot: int) -> dict[str, Any]:
+        """How a slot stands, now that the worker has said what it has of this island's contribution. Raises Refusal."""
+        reply = self.hub.outcome(member, slot)
+        if reply["status"] == "open" and reply["missing"]:
+            self.hub.upload(member, slot)  # the worker learns of it with this
+            if await self.hub.workshop.sync():
+                await self._changed()
+            reply = self.hub.outcome(member, slot)
+        return reply
+
+    async def _told(self, member: Member, slot: int, reply: dict[str, Any]) -> Response:
+        """How a slot stands, with the place at a worker, if there are any, where its bulk goes to or comes from."""
+        if self.hub.workshop.far and reply["status"] == "open" and reply["missing"]:
+            reply = await self._learn(member, slot)
+            if reply["status"] == "open" and reply["missing"]:
+                reply["at"] = require_room(self.hub.upload(member, slot)).place
+        if self.hub.workshop.far and reply["status"] == "committed" and slot in self.hub.payloads:
+            reply["at"] = place_of(self.hub.payloads[slot])
         return JSONResponse(reply)
 
 
-def chunk_of(request: Request, data: torch.Tensor) -> Response:
-    """The bytes ``offset`` to ``offset + size``, with their checksum. Raises Refusal."""
-    offset, size = query(request, "offset"), query(request, "size")
-    if not 0 < size <= CHUNK_LIMIT or offset + size > data.numel():
-        raise Refusal("malformed", f"{size} bytes from {offset} of {data.numel()} are none, or too many")
-    chunk = data.numpy().data[offset : offset + size]
-    headers = {CHECKSUM: xxhash.xxh3_64_hexdigest(chunk), "content-length": str(size)}
-    return StreamingResponse(in_pieces(chunk), media_type="application/octet-stream", headers=headers)
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Raises Refusal where a worker has it."""
+    if place_of(tensor):
+        raise Refusal("gone", "a worker has it; ask again where")
+    return tensor
 
 
-async def in_pieces(chunk: memoryview) -> AsyncIterator[memoryview]:
-    """So that no more of it is copied at a time than the connection takes."""
-    for start in range(0, len(chunk), PIECE):
-        yield chunk[start : start + PIECE]
+def require_room(upload: Upload) -> Upload:
+    """Raises Refusal where a worker has no memory for it."""
+    if isinstance(upload, FarUpload) and upload.refused:
+        raise Refusal("refused", upload.refused)
+    return upload
 
 
-def query(request: Request, name: str) -> int:
-    """Raises Refusal unless it is a natural number."""
-    return whole(request.query_params.get(name, ""), name)
+def member_of(request: Request) -> Member:
+    """Who asks. Raises Refusal."""
+    island, incarnation = request.headers.get(ISLAND, ""), request.headers.get(INCARNATION, "")
+    if not 0 < len(incarnation) < 200:
+        raise Refusal("malformed", f"the headers {ISLAND} and {INCARNATION} say who asks")
+    return Member(whole(island, f"the header {ISLAND}"), incarnation)
 
 
 def number_of(request: Request) -> int:
     """The slot. Raises Refusal."""
     return whole(request.path_params["slot"], "the slot")
-
-
-def problem(reason: str, kind: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    # Whatever may stand in a reason, it has to arrive.
-    shown = reason[:REASON_LIMIT].encode(errors="replace").decode()
-    return JSONResponse({"error": shown, "kind": kind}, status_code=status, headers=headers)

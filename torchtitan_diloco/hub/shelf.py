@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from torchtitan_diloco.hub.far import digest_of, last_read
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.hub.workshop import Workshop
 from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState, combine
 
@@ -51,6 +53,8 @@ class Shelf:
 
     def tidy(self) -> None:
         """Let go of what nobody reads: it keeps the memory of versions that are past."""
+        for key, state in self._states.items():
+            self._read[key] = max(self._read[key], last_read(state))
         unread = {key for key, at in self._read.items() if self._now() - at > UNREAD_S}
         self._readers = {reader: key for reader, key in self._readers.items() if key not in unread}
         self._read = {key: at for key, at in self._read.items() if key in self._readers.values()}
@@ -60,7 +64,8 @@ class Shelf:
 class Arrivals:
     """Tensors that islands bring, because their history is longer than what the hub holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, workshop: Workshop) -> None:
+        self._workshop = workshop
         self._coming: dict[Member, dict[str, Upload]] = {}
 
     def adopt(
@@ -73,7 +78,7 @@ class Arrivals:
         """
         mine = state.describe()
         description = dict(described) if founding else combine(mine, described)
-        wanted: dict[str, int] = {}
+        wanted: dict[str, tuple[int, int]] = {}  # name -> fragment, bytes
         held = {} if founding else state.tensors()
         for i, (entry, own) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
             if entry == own and not founding:
@@ -81,19 +86,19 @@ class Arrivals:
             names = [f"anchor.{i}"]
             if state.optimizer.keeps_momentum and entry["version"] > 0:
                 names.append(f"momentum.{i}")
-            wanted |= dict.fromkeys(names, 4 * state.fragments[i].numel)
+            wanted |= dict.fromkeys(names, (i, 4 * state.fragments[i].numel))
             held = {name: t for name, t in held.items() if name not in (f"anchor.{i}", f"momentum.{i}")}
         coming = self._coming.setdefault(member, {})
-        for name, nbytes in wanted.items():
+        for name, (i, nbytes) in wanted.items():
             if name not in coming:
-                coming[name] = Upload(nbytes)
+                coming[name] = self._workshop.upload(name.partition(".")[0], i, nbytes, member)
         missing = {name: coming[name].missing() for name in wanted if not coming[name].complete}
         if missing:
             return missing
         del self._coming[member]
-        brought = {name: coming[name].data.view(torch.float32) for name in wanted}
+        brought = {name: coming[name].values() for name in wanted}
         try:
-            state.restore(description, held | brought)
+            state.restore(description, held | brought, digest_of)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Refusal("refused", f"the state of island {member.island} does not fit: {error}") from error
         self._coming.clear()

@@ -10,7 +10,8 @@ LAST = 10  # settled slots that are shown
 def status_of(hub: Hub) -> dict[str, Any]:
     """JSON. Seconds are those on the hub's clock."""
     state, now = hub.state, hub.now()
-    return {
+    workers = hub.workshop.describe()
+    return ({"workers": workers} if workers else {}) | {
         "epoch": hub.store.epoch,
         "step": hub.step,
         "slot": state.slot if state else None,

@@ -30,9 +30,10 @@ import xxhash
 
 from torchtitan_diloco.durable import write_whole
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.hub.far import digest_of
+from torchtitan_diloco.hub.parts import Parts, fragment_of
 from torchtitan_diloco.hub.slot import Record
 from torchtitan_diloco.hub.terms import Terms
-from torchtitan_diloco.outer import stream
 from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
@@ -110,12 +111,12 @@ class Fenced(Exception):
 class FileStore(Store):
     """every: committed versions between two saves of the tensors."""
 
-    def __init__(self, folder: Path, every: int = 1) -> None:
-        """Raises UserError when the folder cannot be used."""
-        self._folder, self._parts = folder, folder / "parts"
-        self._every = every
+    def __init__(self, folder: Path, every: int = 1, parts: Parts | None = None) -> None:
+        """parts: where the tensors' files are; by default in the same folder. Raises UserError when it cannot be used."""
+        self._folder, self._every = folder, every
         try:
-            self._parts.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._parts = parts or Parts(folder / "parts")
             # By the clock as well: islands that have seen an epoch take none below it, even from an empty folder.
             self.epoch = max(self._last_epoch() + 1, int(time.time()))
             # Of two hubs that start at once, the one whose word stays there goes on.
@@ -167,8 +168,9 @@ class FileStore(Store):
                 raise ValueError(f"it has format {data['format']!r}, this version reads {FORMAT}")
             terms = Terms.from_json(data["terms"])
             state = terms.blank()
-            tensors = {name: self._read_part(name, entry) for name, entry in data["files"].items()}
-            state.restore(data["state"], tensors)
+            self._parts.of(terms)
+            tensors = {name: self._parts.read(name, entry) for name, entry in data["files"].items()}
+            state.restore(data["state"], tensors, digest_of)
             residuals = {name: t for name, t in tensors.items() if name.startswith(RESIDUAL)}
             records = {r.slot: r for r in map(Record.from_json, data["records"])}
             if self._count < data["journal"]:
@@ -181,9 +183,7 @@ class FileStore(Store):
                 "without it: islands bring the run's state with them"
             ) from error
         self._known = {entry["file"]: entry for entry in data["files"].values()}
-        for path in self._parts.iterdir():
-            if path.name not in self._known:
-                path.unlink()
+        self._parts.keep(self._known)
         self._versions = sum(held.version for held in state.states)
         members = tuple(range(terms.islands))
         for line in self._lines:
@@ -218,17 +218,6 @@ class FileStore(Store):
                 ) from None
         return lines
 
-    def _read_part(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        path = self._parts / entry["file"]
-        try:
-            with open(path, "rb") as file:
-                tensor, _ = stream.read(name, iter(lambda: file.read(stream.PIECE), b""))
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        if _checksum(tensor) != entry[CHECKSUM]:
-            raise ValueError(f"{path} is damaged: it does not match its checksum")
-        return tensor
-
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def commit(self, record: Record, members: Sequence[int]) -> None:
@@ -251,7 +240,7 @@ class FileStore(Store):
             if self._fault is not None:
                 raise self._fault
             for name, tensor in {**run.state.tensors(), **run.residuals}.items():
-                held = run.state.states[int(name.partition(".")[2].partition("[")[0])]
+                held = run.state.states[fragment_of(name)]
                 # Where two histories meet in the same anchor, their momentum may differ.
                 history = xxhash.xxh3_64_hexdigest((held.lineage + held.digest).encode())
                 files[name] = f"{name}-v{held.version}-{history}.safetensors"
@@ -292,8 +281,7 @@ class FileStore(Store):
                 return
 
     def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
-        write_whole(self._parts / file, stream.write(name, tensor))
-        entry = {"file": file, "bytes": stream.length(name, tensor), CHECKSUM: _checksum(tensor)}
+        entry = self._parts.write(file, name, tensor)
         with self._news:
             self._known[file] = entry
             self._unwritten.pop(file, None)
@@ -309,8 +297,7 @@ class FileStore(Store):
                 kept |= set(self._pending["files"].values())
             gone = self._known.keys() - kept
             self._known = {file: entry for file, entry in self._known.items() if file not in gone}
-        for file in gone:
-            (self._parts / file).unlink(missing_ok=True)
+        self._parts.remove(gone)
 
     def close(self) -> None:
         with self._news:
@@ -318,10 +305,6 @@ class FileStore(Store):
             self._news.notify_all()
         self._thread.join()
         self._journal.close()
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.numpy().view("uint8").data)
 
 
 def _with_checksum(content: dict[str, Any]) -> bytes:

@@ -64,6 +64,16 @@ def read_token(path: str) -> str:
     return token
 
 
+def read_secret(path: str) -> str:
+    """That of a hub and its workers: of ``syncer.worker_secret``. Raises UserError, in which it is not quoted."""
+    secret = _read(path, "syncer.worker_secret").strip()
+    if not _TOKEN.fullmatch(secret):
+        raise UserError(
+            f"syncer.worker_secret: {path} must hold {_rule()}, on one line and alone; {_MAKE} and copy it to each worker"
+        )
+    return secret
+
+
 def _rule() -> str:
     return f"a token of at least {SHORTEST} visible ASCII characters"
 

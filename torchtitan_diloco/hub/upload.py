@@ -44,6 +44,15 @@ class Upload:
             if low < high:
                 target[low:high] = piece[low - offset : high - offset]
 
+    @property
+    def place(self) -> str:
+        """Where else islands send it; empty: to the hub."""
+        return ""
+
+    def values(self) -> torch.Tensor:
+        """What has come, as a tensor of a state."""
+        return self.data.view(torch.float32)
+
     def checksum(self, start: int, stop: int) -> str:
         """XXH3-64 (hex) of what lies there now."""
         return xxhash.xxh3_64_hexdigest(self.data.numpy().data[start:stop])

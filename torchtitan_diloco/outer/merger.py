@@ -1,6 +1,6 @@
 """How the payloads of a slot become one delta: on each island for itself, or slice by slice at the slices' owners."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -93,6 +93,15 @@ class Merger:
         if committed and merged_in == slot:
             self._residuals[fragment] = candidates
 
+    def propose(self, fragment: int, slot: int, residuals: Mapping[str, torch.Tensor]) -> None:
+        """As ``own``, which was done elsewhere and has left these, by the names that ``residuals`` has for them."""
+        names = {self._name(fragment, j): j for j in range(len(self._plans[fragment].slices))}
+        self._candidates[fragment] = (slot, {names[name]: residual for name, residual in residuals.items()})
+
+    def kept(self, fragment: int) -> dict[str, torch.Tensor]:
+        """As ``residuals``, of one fragment."""
+        return {self._name(fragment, j): residual for j, residual in self._residuals[fragment].items()}
+
     def reset(self, fragment: int) -> None:
         """The fragment was taken from another island, so others may have owned its slices meanwhile."""
         self._candidates.pop(fragment, None)
@@ -100,11 +109,7 @@ class Merger:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """For the checkpoint: ``residual.<fragment>[start:stop]``, of the values of each slice that has one."""
-        return {
-            self._name(f, j): residual
-            for f, kept in enumerate(self._residuals)
-            for j, residual in kept.items()
-        }
+        return {name: kept for f in range(len(self._plans)) for name, kept in self.kept(f).items()}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Slices that had no residual, or were cut otherwise, begin without. Raises ValueError for another length."""

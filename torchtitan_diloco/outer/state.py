@@ -161,7 +161,12 @@ class OuterState:
             ],
         }
 
-    def restore(self, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(
+        self,
+        description: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        digest_of: Callable[[torch.Tensor], str] = digest,
+    ) -> None:
         """Replace this state by one that ``describe`` and ``tensors`` gave, here or elsewhere.
 
         Raises ValueError, and changes nothing, when a tensor is missing, has another length or dtype, or an anchor does
@@ -178,7 +183,7 @@ class OuterState:
             for name, tensor in (("anchor", anchor), ("momentum", momentum)):
                 if tensor is not None and (tensor.dtype != dtype or tensor.shape != (fragment.numel,)):
                     raise ValueError(f"{name} of fragment {i} is {tensor.dtype} {tuple(tensor.shape)}")
-            if anchor is None or digest(anchor) != entry["digest"]:
+            if anchor is None or digest_of(anchor) != entry["digest"]:
                 raise ValueError(f"anchor of fragment {i} is missing or does not match its digest")
             if self.optimizer.keeps_momentum and momentum is None and entry["version"] > 0:
                 raise ValueError(f"momentum of fragment {i} is missing")

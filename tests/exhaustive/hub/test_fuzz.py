@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from tests.helpers.asgi import Answer, ask
 from tests.helpers.hub_islands import RUN
 from tests.helpers.hub_words import SIZES, Talker, a_hub, a_run, commit, delta_of, fresh_state, terms_of
+from torchtitan_diloco.hub.bulk import CHUNK_LIMIT
 from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND
 from torchtitan_diloco.hub.dial import RUN as RUN_HEADER
 from torchtitan_diloco.hub.hub import Hub
 from torchtitan_diloco.hub.seats import PRESENT
-from torchtitan_diloco.hub.service import CHUNK_LIMIT, Service
+from torchtitan_diloco.hub.service import Service
 
 EXAMPLES = settings(
     max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

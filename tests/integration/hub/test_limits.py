@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers.hub_islands import RUN, HubIsland, together
 from torchtitan_diloco.hub.access import Access
+from torchtitan_diloco.hub.bulk import CHUNK_LIMIT
 from torchtitan_diloco.hub.limits import HEADERS_LIMIT, PatientProtocol
 from torchtitan_diloco.hub.server import HubServer
-from torchtitan_diloco.hub.service import CHUNK_LIMIT
 from torchtitan_diloco.hub.tokens import digest
 
 TOKEN = "the-token-of-island-0"

@@ -35,6 +35,26 @@ ONE_MISTAKE = {
         "FILE:3: semi_sync.overlap: (8) must be less than semi_sync.sync_every (8): a fragment is applied before it is sent "
         "again",
     ),
+    "workers of two kinds": (
+        '[syncer]\nworkers = 2\nworker_urls = ["http://a:1"]\nworker_secret = "secret"',
+        "FILE:2: syncer.workers: (2) are processes that the hub starts itself, syncer.worker_urls those that it finds",
+    ),
+    "workers and spools": (
+        '[syncer]\nworkers = 2\nspools = ["spool"]',
+        "FILE:3: syncer.spools: cannot be had with workers, which islands have to dial; remove syncer.workers and",
+    ),
+    "workers that anybody may use": (
+        '[syncer]\nworker_urls = ["http://a:1"]',
+        "FILE:2: syncer.worker_secret: must name a file where there are syncer.worker_urls, or strangers could use those",
+    ),
+    "workers to whom tokens go in the clear": (
+        '[syncer]\ncert = "c.pem"\nworker_secret = "s"\nworker_urls = ["http://a:1"]',
+        "FILE:4: syncer.worker_urls: must all begin with https where the hub has a certificate (syncer.cert)",
+    ),
+    "fewer workers than none": (
+        "[syncer]\nworkers = -1",
+        "FILE:2: syncer.workers: must be from 0 to 64, got -1",
+    ),
     "mixing without the anchor": (
         "[semi_sync]\nmix_alpha = 1.0",
         "FILE:2: semi_sync.mix_alpha: must be at least 0 and less than 1, got 1.0",

@@ -14,10 +14,13 @@ from torchtitan_diloco.errors import UserError
 
 def test_it_uses_neither_certificate_nor_tokens(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    file.write_text('[syncer]\ncert = "hub.pem"\nkey = "hub.key"\ntokens = "tokens.toml"\n')
+    file.write_text(
+        '[syncer]\ncert = "hub.pem"\nkey = "hub.key"\ntokens = "tokens.toml"\n'
+        'worker_urls = ["https://a:1"]\nworker_secret = "secret"\n'
+    )
     _, overrides = split_overrides(server.hub(tmp_path).command[2:])
     settings = load_config(file, overrides).config.syncer
-    assert (settings.cert, settings.key, settings.tokens) == ("", "", "")
+    assert (settings.cert, settings.key, settings.tokens, settings.worker_urls) == ("", "", "", [])
 
 
 def test_an_address_that_does_not_answer_is_refused_unless_a_proxy_or_another_one_may(

@@ -45,7 +45,9 @@ def lighthouse(*, join_timeout_s: float, heartbeat_timeout_s: float) -> Kind:
 def hub(folder: Path) -> Kind:
     """folder: of the run, which holds its configuration."""
     # On loopback, under an address that is in no certificate, and among processes of one user.
-    open_to_all = [word for key in ("cert", "key", "tokens") for word in (f"--syncer.{key}", "")]
+    open_to_all = [
+        word for key in ("cert", "key", "tokens", "worker_urls") for word in (f"--syncer.{key}", "")
+    ]
     return Kind("hub", ["syncer", str(folder / CONFIG), *open_to_all], "--syncer.bind", "transport.urls")
 
 
