@@ -170,8 +170,8 @@ def test_a_joiner_takes_the_state_from_the_workers(make_hub, tmp_path: Path) -> 
     assert [(worker["fragments"], worker["values"]) for worker in workers] == [([0, 3], 1050), ([1, 2], 1000)]
     joiner = HubIsland(2, [hub.url], 2, SIZES, INT8)
     fetched: list[str] = []
-    get = joiner.transport._state._get
-    joiner.transport._state._get = lambda path, upload: (fetched.append(path), get(path, upload))[1]
+    get = joiner.transport._get
+    joiner.transport._get = lambda path, *to: (fetched.append(path), get(path, *to))[1]
     joined = joiner.join()
     assert [heal.bytes for heal in joined.heals] == [2 * 4 * sum(SIZES)]
     same(joiner, founders[0])
