@@ -1,5 +1,6 @@
 """A real run over a hub, which is killed, and one of whose islands is killed: both come back, the anchors stay equal."""
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def hubbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[H
     arguments = (
         *("--transport.kind", "hub", "--training.steps", "150", "--debug.pace_step_seconds", str(PACE_S)),
         *("--semi_sync.fragments", "2", "--semi_sync.overlap", "1", "--semi_sync.codec.wire", "int8"),
-        "--semi_sync.codec.error_feedback",
+        *("--semi_sync.codec.error_feedback", "--syncer.save_every", "7"),
     )
     with local_run(cwd, write_config(cwd, corpus), *arguments) as run:
         run.until_step(2 * SYNC_EVERY)
@@ -48,6 +49,12 @@ def test_the_run_ends_well(hubbed: Hubbed) -> None:
     assert hubbed.code == 0, hubbed.run.output + hubbed.run.errors
     assert "anchors are equal" in hubbed.run.output
     assert "hub ended with code -9" in hubbed.run.output and "hub started again" in hubbed.run.output
+
+
+def test_the_hub_that_ends_with_the_run_has_saved_its_last_versions(hubbed: Hubbed) -> None:
+    saved = json.loads((hubbed.run.path / "syncer" / "state.json").read_text())["state"]
+    last = {e["fragment"]: e["digest"] for e in hubbed.run.events(0, "round") if e["committed"]}
+    assert {i: entry["digest"] for i, entry in enumerate(saved["fragments"])} == last
 
 
 def test_no_version_has_two_digests(hubbed: Hubbed) -> None:

@@ -9,13 +9,14 @@ Everything that arrives may arrive twice, late, or again after the hub was start
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from torchtitan_diloco.hub.recovery import RETURN_S, Recovery, later
 from torchtitan_diloco.hub.refusal import Refusal
+from torchtitan_diloco.hub.rules import Rules
 from torchtitan_diloco.hub.seats import Phase, Seat, Seats
 from torchtitan_diloco.hub.shelf import Arrivals, Shelf
 from torchtitan_diloco.hub.slot import Job, Open, Record, can_be_weighed
@@ -23,20 +24,10 @@ from torchtitan_diloco.hub.store import NoStore, Snapshot, Store
 from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.hub.workshop import Workshop
-from torchtitan_diloco.outer.merge import Contribution
 from torchtitan_diloco.outer.policy import Header, Member, call_roll
 from torchtitan_diloco.outer.state import OuterState
 
 REMEMBERED = 256  # slots whose outcome is kept for those who ask late
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Seconds: lease_s, hang_s as in ``Seats``. wait_s: from a slot's first header until it goes on without the others'."""
-
-    lease_s: float = 5.0
-    hang_s: float = 600.0
-    wait_s: float = 3600.0
 
 
 class Hub:
@@ -145,7 +136,26 @@ class Hub:
                 self.terms = terms
             return
         if why := self.terms.disagreement(terms):
-            raise Refusal("refused", why)
+            if self.state is None or not self.seats.only(hello.member):
+                raise Refusal("refused", why)
+            self._amend(terms, why)
+
+    def _amend(self, terms: Terms, why: str) -> None:
+        """The run has stopped, and goes on with what whoever comes back first has in place of its settings."""
+        assert self.terms is not None and self.state is not None
+        if self._recovery.returning and not terms.prolong(self.terms):
+            islands = sorted(self._recovery.returning)
+            raise Refusal(
+                "refused", f"{why}; only a stopped run can be changed, and islands {islands} are in it"
+            )
+        state, residuals = terms.carry(self.state), self._merger.residuals()
+        if state is None:
+            raise Refusal("refused", f"{why}; this cannot be changed in a run")
+        self._merger = self.workshop.merger(terms)
+        with suppress(ValueError):  # those of another encoding have no meaning any more
+            self._merger.restore(residuals)
+        self.terms, self.state = terms, state
+        self._save(at_once=True)
 
     def _found(self, seat: Seat) -> dict[str, Any]:
         """The run's first state is that of the island with the longest history, once all are there."""
@@ -192,15 +202,15 @@ class Hub:
         self._save()
         return self._resume(seat)
 
-    def _save(self, last: bool = False) -> None:
+    def _save(self, at_once: bool = False) -> None:
         assert self.terms is not None and self.state is not None
         what = self.terms, self.state.copy(), list(self.records.values()), self._merger.residuals()
-        self.store.save(Snapshot(*what), last)
+        self.store.save(Snapshot(*what), at_once)
 
     def finish(self) -> None:
         """The hub ends in good order: all that it holds is to be saved. Raises Fenced."""
         if self.state is not None:
-            self._save(last=True)
+            self._save(at_once=True)
 
     def bring(self, member: Member, name: str) -> Upload:
         """Where a tensor of the state that ``join`` asked for goes. Raises Refusal."""
@@ -232,7 +242,9 @@ class Hub:
     def step(self) -> int:
         """Where in run progress the furthest island stands."""
         seats = self.seats.of(Phase.MEMBER) + self.seats.of(Phase.JOINING)
-        return max((seat.step for seat in seats), default=0)
+        # The islands that were there when a hub was started anew may be gone.
+        slots = self.terms.clock().due(self.state.slot - 1) if self.terms and self.state else 0
+        return max([slots, *(seat.step for seat in seats)])
 
     def _members(self) -> list[int]:
         return sorted(self.seats.members.keys() | self._recovery.returning)
@@ -383,14 +395,7 @@ class Hub:
         if slot.roll is None or slot.uploading():
             return None
         slot.merging = True
-        of = {member.island: member for member in slot.headers}
-        contributions = []
-        for member in (of[island] for island in slot.roll.contributors):
-            header, payload = slot.headers[member], slot.uploads[member].data
-            contributions.append(
-                Contribution(member.island, header.steps, header.tokens, payload, spare=True)
-            )
-        slot.uploads = {}
+        contributions = slot.take()
         return self.workshop.job(slot.slot, slot.fragment, contributions, self._merger, self.state)
 
     def done(self, job: Job) -> None:
@@ -398,28 +403,12 @@ class Hub:
         slot = self.open[job.slot]
         assert slot.roll is not None and job.advance is not None and job.payload is not None
         assert self.state is not None and self.terms is not None
-        roll, heard = slot.roll, slot.by_island()
         if not job.advance.finite:
             self._merger.settle(job.fragment, job.slot, committed=False)
             reason = "the outer step is not finite"
-            self._settle(slot, Record(slot.slot, "failed", takers=roll.members, reason=reason))
+            self._settle(slot, Record(slot.slot, "failed", takers=slot.roll.members, reason=reason))
             return
-        record = Record(
-            slot.slot,
-            "committed",
-            takers=roll.members,
-            digest=f"{job.advance.digest} {job.advance.merged}",
-            nbytes=job.payload.nbytes,
-            participants=roll.contributors,
-            weights=job.weights,
-            tokens=sum(heard[i].tokens for i in roll.contributors),
-            positions={i: heard[i].positions for i in (*roll.contributors, *roll.skipped)},
-            skipped={i: heard[i].skipped for i in roll.contributors}
-            | {i: heard[i].positions for i in roll.skipped},
-            members={i: heard[i].holds for i in roll.members},
-            contested=roll.contested,
-            present=tuple(sorted(self.seats.members)),
-        )
+        record = slot.committed(job, tuple(sorted(self.seats.members)))
         self._merger.settle(job.fragment, job.slot, committed=True)
         # It is on the disk before anybody can learn of it: after a crash no version is made a second time.
         self.store.commit(record, self._members())

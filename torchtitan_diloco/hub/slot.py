@@ -92,6 +92,38 @@ class Open:
             missing = upload.missing() if upload else [(0, nbytes)]
         return {"status": "open", "phase": phase, "islands": islands, "missing": missing}
 
+    def take(self) -> list[Contribution]:
+        """What is merged; it takes no more chunks."""
+        assert self.roll is not None
+        of = {member.island: member for member in self.headers}
+        found = []
+        for member in (of[island] for island in self.roll.contributors):
+            header, payload = self.headers[member], self.uploads[member].data
+            found.append(Contribution(member.island, header.steps, header.tokens, payload, spare=True))
+        self.uploads = {}
+        return found
+
+    def committed(self, job: "Job", present: tuple[int, ...]) -> Record:
+        """Its outcome once the job is done. present: the run's members now."""
+        assert self.roll is not None and job.advance is not None and job.payload is not None
+        roll, heard = self.roll, self.by_island()
+        return Record(
+            self.slot,
+            "committed",
+            takers=roll.members,
+            digest=f"{job.advance.digest} {job.advance.merged}",
+            nbytes=job.payload.nbytes,
+            participants=roll.contributors,
+            weights=job.weights,
+            tokens=sum(heard[i].tokens for i in roll.contributors),
+            positions={i: heard[i].positions for i in (*roll.contributors, *roll.skipped)},
+            skipped={i: heard[i].skipped for i in roll.contributors}
+            | {i: heard[i].positions for i in roll.skipped},
+            members={i: heard[i].holds for i in roll.members},
+            contested=roll.contested,
+            present=present,
+        )
+
     def by_island(self) -> dict[int, Header]:
         return {member.island: header for member, header in self.headers.items()}
 

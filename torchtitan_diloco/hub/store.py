@@ -77,10 +77,10 @@ class Store(ABC):
         """A slot is settled. It is on the disk when this returns. Raises Fenced."""
 
     @abstractmethod
-    def save(self, run: Snapshot, last: bool = False) -> None:
+    def save(self, run: Snapshot, at_once: bool = False) -> None:
         """The run as it is now; written in the background, and only as far as it is not there yet. Raises Fenced.
 
-        last: nothing will follow, so that it has to be written however short ago the last one was.
+        at_once: it has to be written however short ago the last one was.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class NoStore(Store):
     def commit(self, record: Record, members: Sequence[int]) -> None:
         pass
 
-    def save(self, run: Snapshot, last: bool = False) -> None:
+    def save(self, run: Snapshot, at_once: bool = False) -> None:
         pass
 
     def close(self) -> None:
@@ -229,10 +229,10 @@ class FileStore(Store):
         self._count += 1
         self._check_epoch()  # a hub that was started meanwhile may have read the journal without this line
 
-    def save(self, run: Snapshot, last: bool = False) -> None:
+    def save(self, run: Snapshot, at_once: bool = False) -> None:
         self._check_epoch()
         versions = sum(held.version for held in run.state.states)
-        if not last and self._versions >= 0 and 0 <= versions - self._versions < self._every:
+        if not at_once and self._versions >= 0 and 0 <= versions - self._versions < self._every:
             return
         self._versions = versions
         files = {}

@@ -1,7 +1,7 @@
 """What the hub has to know of a run to merge for it. It comes from the islands, so the hub needs neither model nor TOML."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -83,6 +83,26 @@ class Terms:
         members = dict.fromkeys(range(self.islands))
         return OuterState(
             self.fragments(), self.optimizer(), states, members=members, hand_over=self.hand_over
+        )
+
+    def prolong(self, other: "Terms") -> bool:
+        """Whether these are the other terms with more steps."""
+        only_steps = self.differences(other) == ["training.steps"]
+        return only_steps and self.clock().steps > other.clock().steps
+
+    def carry(self, state: OuterState) -> OuterState | None:
+        """A state of other terms under these; None where it does not fit them."""
+        new, old = self.blank(), state
+        sizes = tuple(fragment.numel for fragment in old.fragments)
+        momentum = new.optimizer.keeps_momentum == old.optimizer.keeps_momentum
+        if sizes != self.sizes or not momentum or self.hand_over != old.hand_over:
+            return None
+        return replace(
+            new,
+            states=list(old.states),
+            slot=old.slot,
+            positions=dict(old.positions),
+            members=dict(old.members),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torchtitan_diloco.preflight.pair import PURPOSES, Post, Strange, greet
 from torchtitan_diloco.preflight.rows import Probe, Row, look
 
 AGAIN_S = 0.25
+PAGE, MARK = 4096, b"torchft"
+"""Bytes of a Lighthouse's dashboard, and a word among them (TorchFT 0.2.0)."""
 AFTER_S = 3.5
 """Before the end no preflight is waited for any more: what is dialled after it has to be over as well."""
 OR_HUB = 'or let islands dial out only, with transport.kind = "hub"'
@@ -79,12 +81,14 @@ def _lighthouse(address: str) -> Probe:
         try:
             with connect(place, until) as sock:
                 sock.sendall(f"GET / HTTP/1.1\r\nHost: {place[0]}\r\nConnection: close\r\n\r\n".encode())
-                answer = sock.recv(5)
+                answer = b""
+                while len(answer) < PAGE and MARK not in answer and (more := sock.recv(PAGE)):
+                    answer += more
         except TimeoutError as error:
             return [probe.row("fail", why(error))]
         except OSError as error:
             return [probe.row("fail", why(error))]
-        if answer != b"HTTP/":
+        if MARK not in answer:
             return [probe.row("fail", "something else than a Lighthouse answers")]
         return [probe.row("ok", "it answers")]
 

@@ -5,8 +5,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,17 @@ def test_fr47_a_blocked_way_to_the_lighthouse_is_named_within_ten_seconds(tmp_pa
     assert f"127.0.0.1:{port}" in said and "open outgoing TCP to it at this site's firewall" in said
     seen = {"dropped": "drops it", "silent": "no answer", "closed": "refused"}[how]
     assert seen in said and "Traceback" not in one.output
+
+
+def test_a_web_server_that_is_no_lighthouse_is_told_from_one(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        one = Preflight(
+            write(tmp_path, f"http://127.0.0.1:{server.server_port}", (0, 0)), "--island", "0"
+        ).end()
+        server.shutdown()
+    assert one.code == 2 and one.rows["Lighthouse out ->"] == "fail", one.output
+    assert "something else than a Lighthouse answers" in one.said("Lighthouse out ->")
 
 
 @pytest.mark.parametrize("purpose", ["messages", "store", "gloo pair"])

@@ -317,3 +317,90 @@ def test_islands_that_began_from_other_seeds_do_not_mix_them() -> None:
     a.join()
     assert b.join()["status"] == "take"
     assert hub.state is not None and not hub.state.states[0].anchor.any()
+
+
+def test_after_a_restart_a_joiner_starts_at_the_step_of_the_run_though_nobody_is_there_to_say_it(
+    tmp_path: Path,
+) -> None:
+    """An island with an empty folder would else train from step 0 to where the run is, in one window."""
+    hub = a_hub(store=FileStore(tmp_path))
+    talkers = a_run(hub)
+    for slot in range(3):
+        commit(hub, talkers, slot)
+    hub.store.close()
+    again = restarted(tmp_path)
+    assert again.step == terms_of().clock().due(2) > 0
+    fresh = Talker(again, 1, "b", started=2.0)
+    assert fresh.join()["step"] == again.step
+    again.store.close()
+
+
+# ---- other settings ------------------------------------------------------------------------------------------------
+
+
+def a_stopped_run(folder: Path, clock: Clock) -> tuple[Hub, list[Talker]]:
+    """Slots 0 to 2 are committed; everybody has left, and the hub was started anew."""
+    hub = a_hub(store=FileStore(folder))
+    talkers = a_run(hub)
+    for slot in range(3):
+        commit(hub, talkers, slot)
+    for talker in talkers:
+        hub.leave(talker.member, "done")
+    hub.store.close()
+    again = restarted(folder, clock)
+    back(again, *talkers)
+    return again, talkers
+
+
+def test_a_run_that_has_ended_may_get_more_steps_from_whoever_is_alone(tmp_path: Path) -> None:
+    hub, (a, b) = a_stopped_run(tmp_path, Clock())
+    digests = [held.digest for held in a.state.states]
+    more = {"training.steps": 5000}
+    a.enter(**more)
+    with pytest.raises(Refusal, match=r"training.steps: 4000 here, 5000 in the run"):
+        b.join()
+    b.enter(**more)
+    assert hub.state is not None and [held.digest for held in hub.state.states] == digests
+    commit(hub, [a, b], 3)
+    hub.store.close()
+    assert (found := FileStore(tmp_path).load()) is not None
+    assert found.terms.settings["training.steps"] == 5000
+
+
+def test_settings_of_a_stopped_run_may_change_once_nobody_may_come_back_to_the_old_ones(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    hub, (a, b) = a_stopped_run(tmp_path, clock)
+    changed = {"semi_sync.outer.lr": 0.3, "semi_sync.codec.wire": "int8"}
+    with pytest.raises(
+        Refusal, match=r"semi_sync.outer.lr: 0.3 here.*; only a stopped run .* islands \[0, 1\] are in it"
+    ):
+        a.join(**changed)
+    clock.t += 60.0
+    a.enter(**changed)
+    b.enter(**changed)
+    assert hub.state is not None and hub.state.optimizer.lr == 0.3
+    commit(hub, [a, b], 3)
+    hub.store.close()
+
+
+@pytest.mark.parametrize("changed", [{"semi_sync.outer.momentum": 0.0}, {"semi_sync.method": "local_sgd"}])
+def test_a_change_that_the_state_does_not_fit_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
+    clock = Clock()
+    hub, (a, _) = a_stopped_run(tmp_path, clock)
+    clock.t += 60.0
+    with pytest.raises(Refusal, match="this cannot be changed in a run"):
+        a.join(**changed)
+    a.enter()
+    hub.store.close()
+
+
+def test_while_others_are_in_the_run_nobody_changes_it() -> None:
+    hub = a_hub()
+    a, b = a_run(hub)
+    commit(hub, [a, b], 0)
+    hub.leave(b.member, "drain")
+    again = Talker(hub, 1, "b", started=2.0)
+    with pytest.raises(Refusal, match=r"training.steps: 5000 here, 4000 in the run"):
+        again.join(**{"training.steps": 5000})

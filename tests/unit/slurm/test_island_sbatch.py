@@ -46,6 +46,13 @@ def test_it_starts_one_torchrun_a_node_on_the_first_node_of_the_job(tmp_path: Pa
     )
 
 
+def test_of_very_many_nodes_the_first_is_taken_and_scontrol_may_finish(tmp_path: Path) -> None:
+    """A pipe that is cut short kills scontrol, and with pipefail the job, without a word."""
+    ran = run(tmp_path, "file.toml", "0", "http://hub:29510", hosts="n7$(seq -f '\\nnode%g' 20000)")
+    assert ran.returncode == 0, ran.returncode
+    assert "--rdzv-endpoint n7:20123" in ran.stdout
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_missing_argument_is_named(tmp_path: Path, count: int) -> None:
     ran = run(tmp_path, *["file.toml", "0"][:count])

@@ -1,9 +1,11 @@
 """What the islands of a local run meet at: a Lighthouse or a hub of our own, as a child on a free port."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +17,7 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.process import LAUNCHER_PID
 
 START_WAIT_S = 60.0
+STOP_WAIT_S = 20.0
 REACH_WAIT_S = 3.0
 RESTART_DELAY_S = 1.0
 _MARK = "TORCHTITAN_DILOCO_SERVER"
@@ -83,6 +86,13 @@ class LocalServer:
         return None
 
     def stop(self) -> None:
+        """In good order, if it ends in time: a hub saves what it holds."""
+        if self._child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._child.pid, signal.SIGTERM)  # it alone: what it has started ends after it
+        deadline = self._now() + STOP_WAIT_S
+        while self._child.poll() is None and self._now() < deadline:
+            time.sleep(0.02)
         self._child.kill_tree()
 
     @property
