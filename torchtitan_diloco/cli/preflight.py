@@ -66,8 +66,11 @@ def island_of(run: RunConfig, number: int | None) -> RunConfig:
         if ids:
             raise UserError(f"--island: say which of the [[islands]] this is ({', '.join(map(str, ids))})")
         number = run.island.id
-    if number < 0 or (ids and number not in ids):
-        there = f"; there are {', '.join(map(str, ids))}" if ids else "; islands count from 0"
+    if not ids and number not in range(run.semi_sync.num_islands):
+        last = run.semi_sync.num_islands - 1
+        raise UserError(f"--island {number}: semi_sync.num_islands has islands 0 to {last}")
+    if ids and number not in ids:
+        there = f"; there are {', '.join(map(str, ids))}"
         raise UserError(f"--island {number}: there is no such island{there}")
     return for_island(run, number)
 

@@ -215,6 +215,8 @@ class SemiSyncConfig:
     """Inner steps from sending a fragment to applying its result, while training goes on (tau)."""
     mix_alpha: float = 0.0
     """Share of the local parameters that stays when a result is applied; 0 = the new anchor replaces them."""
+    max_failed_slots: int = 32
+    """Slots in a row that may fail, with steps to merge, before the island ends with the reason; 0 = any number."""
     num_islands: int = 1
     """How many islands found the run; with more than four, each merges a slice of every fragment for all."""
     outer: OuterConfig = field(default_factory=OuterConfig)

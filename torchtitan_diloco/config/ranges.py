@@ -178,6 +178,10 @@ RANGES: dict[str, Range] = {
     **{setting: _name(setting) for setting in names.SHIPPED},
     "transport.exchange_timeout_s": SECONDS,
     "transport.urls": URLS,
+    "island.advertise": Range(
+        lambda v: v[:1] not in ("^", "=", "!") and "," not in v,
+        "one interface or one address (NCCL's lists of interfaces mean nothing to gloo)",
+    ),
     "syncer.bind": Range(_is_place, "HOST:PORT, for instance 127.0.0.1:29520"),
     "syncer.save_every": AT_LEAST_1,
     "syncer.heartbeat_timeout_s": SECONDS,
@@ -198,6 +202,7 @@ RANGES: dict[str, Range] = {
     "semi_sync.overlap": AT_LEAST_0,
     "semi_sync.mix_alpha": BELOW_1,
     "semi_sync.num_islands": AT_LEAST_1,
+    "semi_sync.max_failed_slots": AT_LEAST_0,
     "semi_sync.outer.lr": Range(lambda v: 0 < v <= 100, "greater than 0 and at most 100"),
     "semi_sync.outer.momentum": BELOW_1,
     "semi_sync.outer.min_lr_factor": Range(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),

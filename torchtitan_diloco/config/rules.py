@@ -329,6 +329,11 @@ RULES: tuple[Rule, ...] = (
         "must all begin with https where the hub has a certificate (syncer.cert): tokens could be read on the way to others",
     ),
     _rule(
+        "syncer.heartbeat_timeout_s lighthouse.heartbeat_interval_s transport.kind",
+        lambda silence, beat, kind: kind not in ("hub", "spool") or beat < silence,
+        "({0} s) must be more than lighthouse.heartbeat_interval_s ({1} s), at which islands give a sign of life",
+    ),
+    _rule(
         "lighthouse.heartbeat_interval_s lighthouse.heartbeat_timeout_s",
         lambda beat, silence: beat < silence,
         "({0} s) must be less than lighthouse.heartbeat_timeout_s ({1} s)",

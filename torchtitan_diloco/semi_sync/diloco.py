@@ -75,6 +75,7 @@ class DiLoCo(SemiSync):
         self.tokens = [0] * len(self.fragments)
         self.next_slot = 0  # to send
         self.flights: list[Flight] = []  # in the order of their slots
+        self.failures = 0  # slots in a row
         self.withdrawn = False  # a slot was given up, since the island is to stop
         self.wire = self.make_wire()
         self.data = DataShare(setup.feed, setup.ledger, setup.group, setup.island)
@@ -309,6 +310,8 @@ class DiLoCo(SemiSync):
         """Act on the first flight's outcome, on all ranks."""
         flight = self.flights.pop(0)
         index = flight.fragment
+        failed = outcome.status == "failed" and self.steps[index] > 0
+        self.failures = self.failures + 1 if failed else 0
         if outcome.status == "committed":
             anchor = self.outer.states[index].anchor if self.outer else None
             self.parameters.scatter(self.fragments[index], anchor, self.setup.config.mix_alpha)
@@ -334,7 +337,17 @@ class DiLoCo(SemiSync):
             self.data.settle(self.outer, outcome)
         if outcome.status != "withdrawn":
             self._trace_round(outcome, index, flight.stall_s + time.monotonic() - began)
+        self._require_hope(outcome.reason)
         return step
+
+    def _require_hope(self, reason: str) -> None:
+        """Whatever keeps slots from committing, GPU hours are not spent on it for ever."""
+        most = self.setup.config.max_failed_slots
+        if most and self.failures >= most:
+            raise UserError(
+                f"semi_sync.max_failed_slots = {most}: so many slots in a row have failed, the last one because {reason}; "
+                "remove the cause, or raise it (0 = no limit)"
+            )
 
     def pause(self) -> None:
         while self.flights:

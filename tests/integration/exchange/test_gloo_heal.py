@@ -22,6 +22,7 @@ from tests.integration.exchange.test_gloo_transport import (
 from torchtitan_diloco.config.own import LighthouseConfig
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange import chunks, control
+from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.outer.merge import Contribution, Merged
 
 CHUNK = 500  # bytes
@@ -60,9 +61,12 @@ def bulk(monkeypatch: pytest.MonkeyPatch) -> Chunks:
 
 
 def commit(*gateways: Gateway) -> None:
+    """All of them contribute to a slot."""
     for gateway in gateways:
         gateway.offer(1.0 + gateway.island)
-    assert {outcome.status for outcome in together(*(g.settle for g in gateways))} == {"committed"}  # type: ignore[attr-defined]
+    for outcome in together(*(g.settle for g in gateways)):
+        assert isinstance(outcome, Outcome)
+        assert outcome.status == "committed" and outcome.participants == tuple(g.island for g in gateways)
 
 
 def assert_same_state(one: Gateway, other: Gateway) -> None:

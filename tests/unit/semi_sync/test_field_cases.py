@@ -278,3 +278,27 @@ def test_fr32_fragments_that_overlap_or_miss_a_parameter_are_refused(lists, mess
     model = Bare({f"p{i}": torch.zeros(3) for i in range(3)})
     with pytest.raises(UserError, match=message):
         method_of(model, SemiSyncConfig(module_fqns_per_fragment=lists), tmp_path, MemoryNet)
+
+
+def test_fr35_slots_that_fail_for_ever_end_the_island_with_the_reason(tmp_path):
+    """Counted in a row: one that commits in between, and one without a step to merge, count for nothing."""
+    config = SemiSyncConfig(sync_every=1, num_islands=1, max_failed_slots=3)
+    bad = {2, 3, 5, 6, 7, 8}
+
+    def move(island: int, step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan if step in bad else 1.0)
+
+    with pytest.raises(
+        UserError, match=r"semi_sync.max_failed_slots = 3: .* because no delta is finite; remove"
+    ):
+        train(tmp_path, [Bare({"p": torch.zeros(3)})], config, range(1, 11), move)
+    found = {event["round"]: event["committed"] for event in rounds(tmp_path / "island-0")}
+    assert found == {0: True, 1: False, 2: False, 3: True, 4: False, 5: False, 6: False}
+
+
+def test_fr35_without_a_limit_they_may_fail_for_as_long_as_they_like(tmp_path):
+    config = SemiSyncConfig(sync_every=1, num_islands=1, max_failed_slots=0)
+    move = lambda island, step, model: [p.fill_(torch.nan) for p in model.parameters()]
+    train(tmp_path, [Bare({"p": torch.zeros(3)})], config, range(1, 51), move)
+    assert len(rounds(tmp_path / "island-0")) == 50
