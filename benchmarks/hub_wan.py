@@ -2,9 +2,9 @@
 
     python benchmarks/hub_wan.py              # as root, about 2 minutes; needs no hardware but two cores
 
-Hub and island are processes in network namespaces 25 ms apart each way. First at 20 Mbit/s: an island's heartbeats, while
-its bulk goes up and comes down over 8 connections. Then without a limit, where each connection is held to some 14 MiB/s by
-windows of 700 KiB, as between public supercomputers: 8 connections against one.
+Hub (TLS, a token) and island are processes in network namespaces 25 ms apart each way. First at 20 Mbit/s: an island's
+heartbeats, while its bulk goes up and comes down over 8 connections. Then without a limit, where each connection is held to
+some 14 MiB/s by windows of 700 KiB, as between public supercomputers: 8 connections against one.
 """
 
 import argparse
@@ -14,22 +14,29 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from emulated_wan import Wan
+from emulated_wan import Wan, address
 from paired import machine
 
 REPO = Path(__file__).parents[1]
 WINDOW = 700 << 10  # bytes; over a round trip of 50 ms these are 14 MB/s
 MIB = 1 << 20
 
+TOKEN = "a-token-of-island-0"
+
 HUB = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from torchtitan_diloco.hub.hub import Rules
+from torchtitan_diloco.hub.access import Access
+from torchtitan_diloco.hub.rules import Rules
 from torchtitan_diloco.hub.server import HubServer
-server = HubServer(sys.argv[2], 29520, "run", Rules())
+from torchtitan_diloco.hub.tokens import digest
+cert, key, token = (sys.argv[3] + name for name in ("/cert.pem", "/key.pem", "/token"))
+access = Access({"island-0": digest(open(token).read())})
+server = HubServer(sys.argv[2], 29520, "run", Rules(), access=access, cert=cert, key=key)
 print("ready", flush=True)
 server.run()
 """
@@ -39,8 +46,10 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from tests.helpers.hub_islands import HubIsland
 from torchtitan_diloco.config.own import TransportConfig
-url, size, slots = f"http://{sys.argv[2]}:29520", int(sys.argv[3]), int(sys.argv[4])
-transport = TransportConfig(kind="hub", urls=[url], streams=8)
+url, files, size, slots = f"https://{sys.argv[2]}:29520", sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+transport = TransportConfig(
+    kind="hub", urls=[url], streams=8, ca_file=files + "/cert.pem", token_file=files + "/token"
+)
 island = HubIsland(0, [url], islands=1, sizes=(size,), transport_config=transport)
 beats, ask = [], island.transport._ask
 def timed(method, path, *arguments, **more):
@@ -55,7 +64,9 @@ island.join()
 began = time.monotonic()
 beats.clear()
 island.run(slots)
-print(json.dumps({"beats": beats, "seconds": time.monotonic() - began}))
+seconds = time.monotonic() - began
+island.transport.leave("done")
+print(json.dumps({"beats": beats, "seconds": seconds}))
 """
 
 COPY = """
@@ -63,8 +74,10 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from tests.helpers.hub_islands import HubIsland
 from torchtitan_diloco.config.own import TransportConfig
-url, size = f"http://{sys.argv[2]}:29520", int(sys.argv[3])
-transport = TransportConfig(kind="hub", urls=[url], streams=int(sys.argv[4]))
+url, files, size = f"https://{sys.argv[2]}:29520", sys.argv[3], int(sys.argv[4])
+transport = TransportConfig(
+    kind="hub", urls=[url], streams=int(sys.argv[5]), ca_file=files + "/cert.pem", token_file=files + "/token"
+)
 island = HubIsland(0, [url], islands=1, sizes=(size,), transport_config=transport)
 island.join()
 moving = []
@@ -79,6 +92,7 @@ for slot in range(2):
     moving.clear()  # of the second slot, when the connections are there
     island.offer(slot)
     outcome = island.settle(slot, 120)
+island.transport.leave("done")
 print(json.dumps({"seconds": sum(moving), "bytes": outcome.bytes_sent + outcome.bytes_received}))
 """
 
@@ -96,8 +110,20 @@ def answer(process: subprocess.Popen[str]) -> dict[str, float | list[float]]:
     return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+def credentials(folder: Path, address: str) -> None:
+    """A certificate for the hub, which is its own authority, and a token for the island."""
+    name = ["-subj", "/CN=hub", "-addext", f"subjectAltName=IP:{address}"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *name, *files]
+    subprocess.run(request, check=True, capture_output=True)
+    token = folder / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+
+
 def with_hub(wan: Wan, code: str, *arguments: str) -> dict[str, float | list[float]]:
-    hub = child(wan, 0, HUB, wan.address(0))
+    """arguments: of the island, the first is the folder with the credentials."""
+    hub = child(wan, 0, HUB, wan.address(0), arguments[0])
     try:
         assert hub.stdout is not None
         hub.stdout.readline()
@@ -122,8 +148,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     print(f"command: {shlex.join(['python', 'benchmarks/hub_wan.py', *argv])}")
     print(f"machine: {machine()}")
+    with tempfile.TemporaryDirectory() as files:
+        credentials(Path(files), address(0))
+        measure(files, arguments.repeats)
+    return 0
+
+
+def measure(files: str, repeats: int) -> None:
     with Wan(sites=2, rate=20e6, delay_s=0.025) as wan:
-        found = with_hub(wan, ISLAND, "2500000", "3")  # 10 MB up and 10 MB down in each of 3 slots
+        found = with_hub(wan, ISLAND, files, "2500000", "3")  # 10 MB up and 10 MB down in each of 3 slots
         beats = found["beats"]
         assert isinstance(beats, list)
         print(
@@ -133,15 +166,14 @@ def main(argv: Sequence[str]) -> int:
     with Wan(sites=2, rate=0, delay_s=0.025) as wan:
         narrow(wan)
         rates: dict[int, list[float]] = {1: [], 8: []}
-        for _ in range(arguments.repeats):
+        for _ in range(repeats):
             for streams in rates:
-                found = with_hub(wan, COPY, "16000000", str(streams))  # 64 MB up, 64 MB down
+                found = with_hub(wan, COPY, files, "16000000", str(streams))  # 64 MB up, 64 MB down
                 rates[streams].append(found["bytes"] / found["seconds"] / MIB)  # type: ignore[operator]
         one, eight = (statistics.median(rates[n]) for n in (1, 8))
         print(
             f"one connection {one:.1f} MiB/s, 8 connections {eight:.1f} MiB/s: {eight / one:.1f} times (target 6)"
         )
-    return 0
 
 
 if __name__ == "__main__":
