@@ -63,6 +63,7 @@ class Entry:
         self._note = note
         self._deadline = 0.0
         self._taker = StateTaker()
+        self._founding = False
 
     def join(self, state: OuterState) -> Joined:
         """Raises UserError naming the settings in which this island and another differ."""
@@ -81,7 +82,7 @@ class Entry:
             later = self._take(state, whole=True)
             if later is not None:
                 joined = Joined(later.step, joined.heals + later.heals)
-        if joined.heals:
+        if joined.heals and not self._founding:
             joined = replace(joined, step=max(joined.step, self._step_of_others()))
         return self._with_present(joined)
 
@@ -177,6 +178,7 @@ class Entry:
         source = max(self._others(), key=lambda p: (p.tokens_total, p.slot, -p.island), default=None)
         if source is None:
             return None
+        self._founding = source.phase == "founder"  # then all begin at its step
         try:
             self._check_settings(source)
             return self._copy(state, source, whole)

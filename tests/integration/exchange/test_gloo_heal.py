@@ -205,6 +205,7 @@ def test_a_joiner_starts_at_the_step_that_the_others_have_reached_when_it_is_adm
     lighthouse: LighthouseConfig, bulk: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the step of when its state was copied, the others would wait for it at its first slot."""
+    # That those who found a run begin at one step, however late they are, the golden comparison tells.
     (a,) = founded(lighthouse, 1)
     commit(a)
     a.transport.progress(40)
