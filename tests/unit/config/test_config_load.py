@@ -86,6 +86,7 @@ def test_the_contracted_sections_are_there() -> None:
         "semi_sync.codec.rounding": "nearest",
         "semi_sync.codec.block": None,
         "semi_sync.codec.density": None,
+        "semi_sync.max_failed_slots": 32,
         "semi_sync.num_islands": 1,
         "semi_sync.outer.name": "sgd",
         "semi_sync.outer.lr": 0.7,
