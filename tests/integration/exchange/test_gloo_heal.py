@@ -176,6 +176,8 @@ def test_fr28_an_island_that_comes_while_the_others_average_heals_and_is_in_the_
         assert {o.status for o in together(a.settle, b.settle)} == {"committed"}  # type: ignore[attr-defined]
         joining.result(timeout=30)
     if joiner.state.slot < a.state.slot:  # it was admitted before the others were done: the slot tells it
+        joiner.offer(1.0)
+        assert joiner.settle().status == "behind"
         joiner.transport.heal(joiner.state)
     assert_same_state(joiner, a)
     commit(a, b, joiner)

@@ -94,6 +94,7 @@ class LocalServer:
         while self._child.poll() is None and self._now() < deadline:
             time.sleep(0.02)
         self._child.kill_tree()
+        self._port_file.unlink(missing_ok=True)  # of one that was started again
 
     @property
     def _port_file(self) -> Path:
