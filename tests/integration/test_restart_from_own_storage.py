@@ -198,7 +198,8 @@ def test_fr42_each_island_starts_again_from_its_own_storage_and_who_is_behind_he
     assert story.stopped[1] == story.stopped[0]["step"]
     assert [e for e in survivor if e["event"] == "heal"] == []
     assert _first(survivor, "inner")["step"] == story.stopped[0]["step"] + 1
-    assert abs(_first(killed, "inner")["step"] - _first(survivor, "inner")["step"]) <= SYNC_EVERY
+    # A window, and what the survivor had trained towards the slot that was under way when it was stopped.
+    assert abs(_first(killed, "inner")["step"] - _first(survivor, "inner")["step"]) < 2 * SYNC_EVERY
 
 
 def test_fr42_all_anchors_are_equal_and_no_slot_has_two(story: Story) -> None:
