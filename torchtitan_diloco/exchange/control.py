@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -67,6 +68,7 @@ class ControlServer:
                 Route("/message", self._message, methods=["POST"]),
                 Route("/settings", self._get_settings),
                 Route("/state", self._state),
+                Route("/state/{key}/done", self._done, methods=["POST"]),
                 Route("/state/{key}/{name}", self._tensor),
             ]
         )
@@ -137,6 +139,14 @@ class ControlServer:
         return JSONResponse(
             {"key": key, "step": step, "state": state.describe(), "tensors": sorted(state.tensors())}
         )
+
+    async def _done(self, request: Request) -> Response:
+        """Who has read this state has what it wanted; it keeps memory of versions that are past."""
+        if refused := self._refused(request):
+            return refused
+        with self._lock:
+            self._read.pop(request.path_params["key"], None)
+        return JSONResponse({})
 
     async def _tensor(self, request: Request) -> Response:
         if refused := self._refused(request):
@@ -219,11 +229,15 @@ class PeerClient:
             base_url=url, timeout=timeout_s, trust_env=False, headers={RUN_HEADER: run_id}
         )
         self._chunks = Chunks(STREAMS, "heal")
+        self._key = ""
 
     def __enter__(self) -> "PeerClient":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if self._key and kind is None:  # else it may be gone on with
+            with suppress(httpx.HTTPError):
+                self._client.post(f"/state/{self._key}/done")
         self._chunks.close()
         self._client.close()
 
@@ -236,7 +250,9 @@ class PeerClient:
         return dict(self._get("/settings").json())
 
     def state(self) -> dict[str, Any]:
-        return dict(self._get("/state").json())
+        found = dict(self._get("/state").json())
+        self._key = str(found["key"])
+        return found
 
     def fetch(self, key: str, name: str, into: Upload) -> None:
         """What is missing of a tensor of a published state. Raises Unreachable; what has come stays."""

@@ -77,8 +77,10 @@ class Buffers:
 def new_block(nbytes: int) -> mmap.mmap:
     """Fresh memory of at least ``nbytes``; no page of it is there before it is used."""
     block = mmap.mmap(-1, -(-nbytes // GRAIN) * GRAIN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them has small ones
-        block.madvise(mmap.MADV_HUGEPAGE)
+    # Not the last, partial one: what is never touched of it should take no memory.
+    if whole := nbytes // GRAIN * GRAIN:
+        with suppress(OSError):  # a kernel without them has small ones
+            block.madvise(mmap.MADV_HUGEPAGE, 0, whole)
     return block
 
 

@@ -16,14 +16,12 @@ from tests.integration.exchange.test_gloo_transport import (
     Gateway,
     founded,
     leave,
-    merge_with,
     together,
 )
 from torchtitan_diloco.config.own import LighthouseConfig
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange import chunks, control
 from torchtitan_diloco.exchange.messages import Outcome
-from torchtitan_diloco.outer.merge import Contribution, Merged
 
 CHUNK = 500  # bytes
 CHUNKS = 2 * 4 * SIZE // CHUNK  # of a state with its momentum
@@ -142,47 +140,6 @@ def test_fr27_a_damaged_chunk_is_asked_for_again(
     assert damaged and sorted(bulk.asked.values()) == [1] * (CHUNKS - 1) + [2]
     assert_same_state(joiner, a)
     leave(a, joiner)
-
-
-def test_fr28_an_island_that_comes_while_the_others_average_heals_and_is_in_the_next_slot(
-    lighthouse: LighthouseConfig,
-) -> None:
-    averaging, go_on = threading.Event(), threading.Event()
-    mean = merge_with("tokens")
-
-    def slowly(fragment: int, contributions: list[Contribution]) -> tuple[Merged, list[float]]:
-        averaging.set()
-        assert go_on.wait(30)
-        return mean(fragment, contributions)
-
-    go_on.set()
-    gateways = [Gateway(lighthouse, island, merge=slowly) for island in range(3)]  # type: ignore[arg-type]
-    a, b, lost = gateways
-    together(*(lambda g=g: g.join(3) for g in gateways))  # type: ignore[misc]
-    lost.crash()
-    commit(a, b)
-    averaging.clear()
-    go_on.clear()
-    for gateway in (a, b):
-        gateway.offer(1.0)
-    assert averaging.wait(10)
-    joiner = Gateway(lighthouse, 2, value=5.0)
-    with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(joiner.join, 3)
-        time.sleep(2.0)  # what it asks for is there, though both are busy
-        assert joiner.state.slot == a.state.slot == 1
-        assert_same_state(joiner, a)
-        go_on.set()
-        assert {o.status for o in together(a.settle, b.settle)} == {"committed"}  # type: ignore[attr-defined]
-        joining.result(timeout=30)
-    if joiner.state.slot < a.state.slot:  # it was admitted before the others were done: the slot tells it
-        joiner.offer(1.0)
-        assert joiner.settle().status == "behind"
-        joiner.transport.heal(joiner.state)
-    assert_same_state(joiner, a)
-    commit(a, b, joiner)
-    assert_same_state(joiner, a)
-    leave(a, b, joiner)
 
 
 def test_a_state_that_is_being_read_stays_however_often_the_run_commits(
