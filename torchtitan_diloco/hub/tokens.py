@@ -56,22 +56,19 @@ def _checked(path: str, entries: Mapping[str, Any]) -> dict[str, bytes]:
 
 def read_token(path: str) -> str:
     """An island's own: of ``transport.token_file``. Raises UserError, in which the token is not quoted."""
-    token = _read(path, "transport.token_file").strip()
-    if not _TOKEN.fullmatch(token):
-        raise UserError(
-            f"transport.token_file: {path} must hold {_rule()}, on one line and alone; ask for it where the hub runs"
-        )
-    return token
+    return _read_one(path, "transport.token_file", "ask for it where the hub runs")
 
 
 def read_secret(path: str) -> str:
     """That of a hub and its workers: of ``syncer.worker_secret``. Raises UserError, in which it is not quoted."""
-    secret = _read(path, "syncer.worker_secret").strip()
-    if not _TOKEN.fullmatch(secret):
-        raise UserError(
-            f"syncer.worker_secret: {path} must hold {_rule()}, on one line and alone; {_MAKE} and copy it to each worker"
-        )
-    return secret
+    return _read_one(path, "syncer.worker_secret", f"{_MAKE} and copy it to each worker")
+
+
+def _read_one(path: str, setting: str, remedy: str) -> str:
+    token = _read(path, setting).strip()
+    if not _TOKEN.fullmatch(token):
+        raise UserError(f"{setting}: {path} must hold {_rule()}, on one line and alone; {remedy}")
+    return token
 
 
 def _rule() -> str:
