@@ -51,15 +51,14 @@ transport = TransportConfig(
     kind="hub", urls=[url], streams=8, ca_file=files + "/cert.pem", token_file=files + "/token"
 )
 island = HubIsland(0, [url], islands=1, sizes=(size,), transport_config=transport)
-beats, ask = [], island.transport._ask
-def timed(method, path, *arguments, **more):
+beats, say = [], island.transport._sign_of_life
+def timed():
     began = time.monotonic()
     try:
-        return ask(method, path, *arguments, **more)
+        return say()
     finally:
-        if path == "/beat":
-            beats.append(time.monotonic() - began)
-island.transport._ask = timed
+        beats.append(time.monotonic() - began)
+island.transport._sign_of_life = timed
 island.join()
 began = time.monotonic()
 beats.clear()

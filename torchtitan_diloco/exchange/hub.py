@@ -178,7 +178,7 @@ class HubTransport(Transport):
         """The hub does not know this island (any more): it was started anew, or has not heard of it for too long."""
         with self._joining:
             with contextlib.suppress(Refusal):
-                if self._ask("POST", "/beat", self._sign_of_life())["member"]:
+                if self._sign_of_life()["member"]:
                     return
             logger.warning("joining the hub again")
             self._enter(self._published, time.monotonic() + self._patience_s)
@@ -190,7 +190,7 @@ class HubTransport(Transport):
         """Not only while slots are open: others wait for this island from the moment on that the hub knows it again."""
         while not self._left.wait(self._beat_s):
             try:
-                self._ask("POST", "/beat", self._sign_of_life())
+                self._sign_of_life()
             except (Unreachable, UserError) as error:
                 logger.debug("heartbeat: %s", error)
             except Refusal as refusal:
@@ -201,8 +201,9 @@ class HubTransport(Transport):
                         self._rejoin()
 
     def _sign_of_life(self) -> dict[str, Any]:
+        assert self._link is not None
         idle = max(0.0, time.monotonic() - self._alive)
-        return {"step": self._step, "slot": self._published.slot, "idle_s": idle}
+        return self._link.beat({"step": self._step, "slot": self._published.slot, "idle_s": idle})
 
     def publish(self, state: OuterState) -> None:
         self._published = state.copy()

@@ -11,6 +11,7 @@ import xxhash
 
 from torchtitan_diloco.config.own import TransportConfig
 from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
+from torchtitan_diloco.exchange.hedge import LINES, Hedge
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.hub.dial import CHECKSUM, EPOCH, INCARNATION, ISLAND, RUN, host_of, make_client
 from torchtitan_diloco.hub.refusal import Refusal
@@ -34,6 +35,9 @@ class Link(Protocol):
     def ask(
         self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0, **query: int
     ) -> dict[str, Any]: ...
+
+    def beat(self, body: Any) -> dict[str, Any]:
+        """The answer to a sign of life, which must not wait behind anything."""
 
     def put(
         self, path: str, data: torch.Tensor, ranges: Iterable[tuple[int, int]], moved: Callable[[int], None], **query: int
@@ -66,6 +70,8 @@ class HubLink:
             return make_client(self._urls, headers, trusted, connections, timeout)
 
         self._messages = client(32, REQUEST_S)
+        self._beats = [client(1, REQUEST_S) for _ in range(LINES)]
+        self._hedge = Hedge(self._beats)
         self._bulk = client(streams, CHUNK_S)
         self._chunks = Chunks(streams, "hub-bulk")
 
@@ -75,16 +81,22 @@ class HubLink:
 
     def close(self) -> None:
         self._chunks.close()
-        self._messages.close()
-        self._bulk.close()
+        for client in (self._messages, self._bulk, *self._beats):
+            client.close()
 
     def ask(
         self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0, **query: int
     ) -> dict[str, Any]:
         """The answer to a message. wait_s: how long the hub may take on purpose. Raises Unreachable or Refusal."""
-        response = self._send(
-            self._messages, method, path, params=query, json=body, timeout=httpx.Timeout(REQUEST_S + wait_s)
-        )
+        timeout = httpx.Timeout(REQUEST_S + wait_s)
+        return self._ask(self._messages, method, path, params=query, json=body, timeout=timeout)
+
+    def beat(self, body: Any) -> dict[str, Any]:
+        """The answer to a sign of life. Raises Unreachable or Refusal."""
+        return self._hedge.ask(lambda client: self._ask(client, "POST", "/beat", json=body))
+
+    def _ask(self, client: httpx.Client, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        response = self._send(client, method, path, **arguments)
         try:
             answer = response.json()
         except ValueError:

@@ -77,10 +77,11 @@ class LateGroup(ProcessGroupGloo):  # type: ignore[misc]
             store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size,
             tuple(global_ranks or ()),
         )  # fmt: skip
-        # The prefix alone may change, with who is furthest: it holds the address of that island's store.
+        # The prefix alone may change, with who is furthest: it holds the address of that island's store. Connections
+        # outlive that, but the next ones are made through the new one, as on all other islands.
         if self.wanted is None or replace(wanted, prefix=self.wanted.prefix) != self.wanted:
             self.hang_up()
-            self.wanted = wanted
+        self.wanted = wanted
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         return group_on(self._listen, store, rank, world_size, self._timeout)

@@ -109,3 +109,20 @@ def test_the_same_quorum_keeps_its_connection_wherever_its_store_is_said_to_be(g
     assert all(group.connected for group in pair)
     want(2)
     assert not any(group.connected for group in pair)
+
+
+def test_a_new_connection_is_made_at_the_store_that_the_last_quorum_names(groups):
+    """After a new Lighthouse, another island may be furthest, in a quorum of the same number and members as before.
+
+    Whoever has known that number then meets at the same store as whoever has not.
+    """
+    (first, second), want = groups
+    held, elsewhere = serve_store("127.0.0.1", 0, timedelta(seconds=TIMEOUT_S))
+    want(2)
+    together(first.connect, second.connect)
+    first.hang_up()
+    second.configure("127.0.0.1:9/torchft/1/0", "island_0", 0, 1, 1, 0, 1, [1])
+    want(2, elsewhere)
+    assert together(first.connect, second.connect) == [None, None]
+    assert together(lambda: total(first), lambda: total(second)) == [2.0, 2.0]
+    del held
