@@ -4,12 +4,14 @@ Separate sockets from the bulk, so a header never queues behind parameters. Serv
 copies, so the training thread never waits for a reader.
 """
 
+import asyncio
 import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 SHELVED = 2  # published states kept at most: the last, and the one before while somebody reads it
 MESSAGE_LIMIT = 1 << 20  # bytes; a header names every stream the island has read, some 20 bytes each
 PEER_TIMEOUT_S = 10.0  # one request to a peer
+BUSY_S = 5.0  # how long the exchange may take over a question
 IDLE_S = 60.0
 """How long an unused connection to a peer is kept: a new one costs a slot a round trip, but firewalls forget old ones."""
 STREAMS = 4  # connections to the island whose state is taken
@@ -42,7 +45,10 @@ RUN_HEADER = "x-diloco-run"
 
 
 class ControlServer:
-    """Serves this island's messages, settings and outer state to its peers."""
+    """Serves this island's messages, settings and outer state to its peers.
+
+    first_with: asks the exchange for the first slot that a member may take part in, which may take it a while.
+    """
 
     def __init__(
         self,
@@ -51,10 +57,12 @@ class ControlServer:
         run_id: str,
         settings: dict[str, Any],
         deliver: Callable[[Member, Message], None],
+        first_with: Callable[[Member], Future[int]],
     ) -> None:
         self._run_id = run_id
         self._settings = settings
         self._deliver = deliver
+        self._first_with = first_with
         self._lock = threading.Lock()
         self._shelf: dict[str, OuterState] = {}
         # When a state on the shelf was last asked for, or a piece of it sent.
@@ -67,6 +75,7 @@ class ControlServer:
             routes=[
                 Route("/message", self._message, methods=["POST"]),
                 Route("/settings", self._get_settings),
+                Route("/first", self._first),
                 Route("/state", self._state),
                 Route("/state/{key}/done", self._done, methods=["POST"]),
                 Route("/state/{key}/{name}", self._tensor),
@@ -126,6 +135,20 @@ class ControlServer:
 
     async def _get_settings(self, request: Request) -> Response:
         return self._refused(request) or JSONResponse(self._settings)
+
+    async def _first(self, request: Request) -> Response:
+        """The first slot that is not decided without who asks; 503 while the exchange is busy."""
+        if refused := self._refused(request):
+            return refused
+        try:
+            member = Member(int(request.query_params["island"]), request.query_params["incarnation"])
+        except (KeyError, ValueError) as error:
+            return JSONResponse({"error": f"no member: {error}"}, status_code=400)
+        try:
+            slot = await asyncio.wait_for(asyncio.wrap_future(self._first_with(member)), BUSY_S)
+        except TimeoutError:
+            return JSONResponse({"error": "it is merging"}, status_code=503)
+        return JSONResponse({"slot": slot})
 
     async def _state(self, request: Request) -> Response:
         if refused := self._refused(request):
@@ -241,7 +264,7 @@ class PeerClient:
         self._chunks.close()
         self._client.close()
 
-    def _get(self, path: str, **query: int) -> httpx.Response:
+    def _get(self, path: str, **query: int | str) -> httpx.Response:
         response = self._client.get(path, params=query)
         response.raise_for_status()
         return response
@@ -253,6 +276,16 @@ class PeerClient:
         found = dict(self._get("/state").json())
         self._key = str(found["key"])
         return found
+
+    def first_with(self, member: Member) -> int | None:
+        """The first slot of the peer that ``member`` may take part in; None when it is busy, and does not know yet."""
+        try:
+            reply = self._get("/first", island=member.island, incarnation=member.incarnation)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == 503:
+                return None
+            raise
+        return int(reply.json()["slot"])
 
     def fetch(self, key: str, name: str, into: Upload) -> None:
         """What is missing of a tensor of a published state. Raises Unreachable; what has come stays."""

@@ -4,6 +4,7 @@ Nobody trains before this is done, so nobody ever trains on, or contributes, wei
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, PeerClient
 from torchtitan_diloco.exchange.membership import Membership, Peer
 from torchtitan_diloco.exchange.taking import StateTaker
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Waiting
+from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
@@ -76,15 +78,42 @@ class Entry:
         # The others ask again only when they have taken in the view that shows us: the next quorum proves they have.
         seen = self._membership.quorums
         self._wait("admission", lambda peers: self._membership.quorums > seen)
-        while any(
-            p.slot > state.slot for p in self._others()
-        ):  # the run has moved on while this island healed
+        if not self._founding:
+            joined = self._catch_up(state, joined)
+        return self._with_present(joined)
+
+    def _catch_up(self, state: OuterState, joined: Joined) -> Joined:
+        """Take what the run has committed meanwhile, and what it is about to commit without this island.
+
+        The others count on it from now on: it would be behind in its first slot, and have trained a window for nothing.
+        """
+        since = time.time()
+        while self._first_slot() > state.slot or any(p.slot > state.slot for p in self._others()):
             later = self._take(state, whole=True)
+            if later is None or not later.heals:
+                self._pause(Waiting("the others", since, "a slot began before this island came"))
             if later is not None:
                 joined = Joined(later.step, joined.heals + later.heals)
-        if joined.heals and not self._founding:
-            joined = replace(joined, step=max(joined.step, self._step_of_others()))
-        return self._with_present(joined)
+        self._note(None)
+        return replace(joined, step=max(joined.step, self._step_of_others())) if joined.heals else joined
+
+    def _first_slot(self) -> int:
+        """The first slot that all others can still take this island into; those that do not answer are on their way out."""
+        me, slot = Member(self._hello.island, self._hello.incarnation), 0
+        for peer in self._others():
+            with suppress(httpx.HTTPError, ValueError, KeyError):
+                with PeerClient(peer.url, self._hello.run_id, PEER_TIMEOUT_S) as client:
+                    first = client.first_with(me)
+                slot = max(slot, sys.maxsize if first is None else first)
+        return slot
+
+    def _pause(self, waiting: Waiting) -> None:
+        self._note(waiting)
+        what = f"{waiting.target}: {waiting.why}"
+        if self._stop.wait(RETRY_S):
+            raise Resumable(f"stopped while waiting for {what}")
+        if time.monotonic() > self._deadline:
+            raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {what}")
 
     def _with_present(self, joined: Joined) -> Joined:
         islands = {p.island for p in holders(self._membership.peers)} | {self._hello.island}

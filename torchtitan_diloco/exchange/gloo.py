@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -77,7 +78,9 @@ class GlooTransport(Transport):
         self._me = Member(hello.island, hello.incarnation)
         self._protocol = SlotProtocol(self._me, self._merge)
         self._protocol.skip_to(state.slot)
-        self._server = ControlServer(self._host, self._port, hello.run_id, hello.settings, self._deliver)
+        self._server = ControlServer(
+            self._host, self._port, hello.run_id, hello.settings, self._deliver, self._first_with
+        )
         self._server.step = hello.step
         self._server.publish(state)
         self._outbox = Outbox(self._me, hello.run_id, PEER_TIMEOUT_S)
@@ -159,6 +162,18 @@ class GlooTransport(Transport):
 
     def _deliver(self, sender: Member, message: Message) -> None:
         self._events.put(partial(self._receive, sender, message))
+
+    def _first_with(self, member: Member) -> Future[int]:
+        """Answered in turn: a membership that has come before is taken in."""
+        answer: Future[int] = Future()
+
+        def look() -> list[Effect]:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(self._protocol.first_with(member))
+            return []
+
+        self._events.put(look)
+        return answer
 
     def _receive(self, sender: Member, message: Message) -> list[Effect]:
         return self._protocol.receive(sender, message)

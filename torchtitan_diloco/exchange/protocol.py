@@ -165,6 +165,15 @@ class SlotProtocol:
             return offer, [i for i in others if i not in offer.confirms]
         return offer, others
 
+    def first_with(self, member: Member) -> int:
+        """The first slot that ``member`` may take part in: all below are settled, or confirmed and settled without it."""
+        without = [
+            offer.slot + 1
+            for offer in self.offers.values()
+            if offer.phase in (Phase.CONFIRM, Phase.RESOLVE) and member not in offer.others(self.me)
+        ]
+        return max([self.floor, *without])
+
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def _on_announce(self, sender: Member, message: Announce) -> list[Effect]:

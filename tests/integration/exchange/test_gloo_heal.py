@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from tests.integration.exchange.test_gloo_transport import (
     Gateway,
     founded,
     leave,
+    merge_with,
     together,
 )
 from torchtitan_diloco.config.own import LighthouseConfig
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange import chunks, control
 from torchtitan_diloco.exchange.messages import Outcome
+from torchtitan_diloco.outer.merge import Contribution, Merged
 
 CHUNK = 500  # bytes
 CHUNKS = 2 * 4 * SIZE // CHUNK  # of a state with its momentum
@@ -140,6 +143,57 @@ def test_fr27_a_damaged_chunk_is_asked_for_again(
     assert damaged and sorted(bulk.asked.values()) == [1] * (CHUNKS - 1) + [2]
     assert_same_state(joiner, a)
     leave(a, joiner)
+
+
+@pytest.mark.parametrize("merging", [True, False])
+def test_fr28_an_island_that_comes_while_the_others_exchange(
+    lighthouse: LighthouseConfig, merging: bool
+) -> None:
+    """It heals once, offers nothing before, and takes part in the first slot that can still count it."""
+    began, go_on = threading.Event(), threading.Event()
+    mean = merge_with("tokens")
+
+    def slowly(fragment: int, contributions: list[Contribution]) -> tuple[Merged, list[float]]:
+        began.set()
+        assert go_on.wait(30)
+        return mean(fragment, contributions)
+
+    go_on.set()
+    a, b, lost = gateways = [Gateway(lighthouse, island, merge=slowly) for island in range(3)]  # type: ignore[arg-type]
+    together(*(partial(gateway.join, 3) for gateway in gateways))
+    lost.crash()
+    commit(a, b)
+    go_on.clear()
+    began.clear()
+    a.offer(1.0)
+    if merging:
+        b.offer(1.0)
+        assert began.wait(20)
+    joiner = Gateway(lighthouse, 2, value=5.0)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(joiner.join, 3)
+        if merging:  # nobody can say yet whether that slot is decided without it
+            end = time.monotonic() + 20
+            while (
+                w := joiner.transport.waiting()
+            ) is None or w.why != "a slot began before this island came":
+                assert time.monotonic() < end and not joining.done()
+                time.sleep(0.02)
+            go_on.set()
+            assert {o.status for o in together(a.settle, b.settle)} == {"committed"}  # type: ignore[attr-defined]
+        joined = joining.result(timeout=30)
+    assert len({heal.source for heal in joined.heals}) == 1
+    assert joiner.state.slot == a.state.slot == (2 if merging else 1)
+    assert_same_state(joiner, a)
+    go_on.set()
+    if not merging:  # the slot that was open waits for it
+        for gateway in (b, joiner):
+            gateway.offer(1.0)
+        for outcome in together(*(g.settle for g in (a, b, joiner))):
+            assert isinstance(outcome, Outcome) and outcome.participants == (0, 1, 2)
+    commit(a, b, joiner)
+    assert_same_state(joiner, a)
+    leave(a, b, joiner)
 
 
 def test_a_state_that_is_being_read_stays_however_often_the_run_commits(

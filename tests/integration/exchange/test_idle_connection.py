@@ -2,6 +2,7 @@
 
 import queue
 import time
+from concurrent.futures import Future
 
 import psutil
 
@@ -15,7 +16,8 @@ PAUSE_S = 7.0  # the libraries' own limits are five seconds
 def test_a_message_after_a_pause_takes_the_connection_of_the_one_before():
     assert PAUSE_S < IDLE_S
     arrived: queue.Queue[Message] = queue.Queue()
-    server = ControlServer("127.0.0.1", 0, "run", {}, lambda sender, message: arrived.put(message))
+    deliver = lambda sender, message: arrived.put(message)
+    server = ControlServer("127.0.0.1", 0, "run", {}, deliver, lambda member: Future())
     outbox = Outbox(Member(0, "first"), "run", PEER_TIMEOUT_S)
 
     def near_ports() -> set[int]:

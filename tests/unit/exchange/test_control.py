@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -16,14 +17,32 @@ from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.fragments import TensorSpec, whole_model
 from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
+from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState
 
 SIZE = 500_000
 
 
+class Exchange:
+    """Answers what it is asked as soon as it is told the answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[Member] = []
+        self.answer: Future[int] = Future()
+
+    def first_with(self, member: Member) -> Future[int]:
+        self.asked.append(member)
+        return self.answer
+
+
 @pytest.fixture
-def server() -> Iterator[ControlServer]:
-    server = ControlServer("127.0.0.1", 0, "run", {}, lambda sender, message: None)
+def exchange() -> Exchange:
+    return Exchange()
+
+
+@pytest.fixture
+def server(exchange: Exchange) -> Iterator[ControlServer]:
+    server = ControlServer("127.0.0.1", 0, "run", {}, lambda sender, message: None, exchange.first_with)
     yield server
     server.close()
 
@@ -92,3 +111,16 @@ def test_what_has_come_of_a_tensor_that_is_cut_off_is_not_fetched_again(server, 
         anchor = fetch(client, client.state()["key"], "anchor.0", into)
     assert torch.equal(anchor, state.states[0].anchor)
     assert len(served) == 6 and len(set(served)) == 5
+
+
+def test_an_exchange_that_is_busy_says_so_and_one_that_is_not_names_the_first_slot_for_a_member(
+    server: ControlServer, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "BUSY_S", 0.05)
+    me = Member(7, "second start")
+    with PeerClient(server.url, "run", 5.0) as client:
+        assert client.first_with(me) is None
+        exchange.answer = Future()
+        exchange.answer.set_result(12)
+        assert client.first_with(me) == 12
+    assert exchange.asked == [me, me]

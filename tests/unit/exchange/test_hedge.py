@@ -49,7 +49,7 @@ def test_no_answer_from_one_line_is_not_the_end_while_another_is_asked():
 
 def test_when_all_that_were_asked_have_no_answer_that_is_said():
     wire, hedge = Wire(broken="abc"), Hedge("abc", LONG)
-    with pytest.raises(Unreachable, match="^a$"):
+    with pytest.raises(Unreachable, match=r"^a$"):
         hedge.ask(wire)
     assert wire.asked == ["a"]
     stuck, hedge = Wire(stuck="abc", broken="abc"), Hedge("abc", 0.01)
@@ -63,5 +63,5 @@ def test_a_refusal_is_an_answer():
     def refuse(line: str) -> None:
         raise Refusal("stranger", line)
 
-    with pytest.raises(Refusal, match="^a$"):
+    with pytest.raises(Refusal, match=r"^a$"):
         Hedge("abc", LONG).ask(refuse)
