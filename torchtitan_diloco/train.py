@@ -13,6 +13,7 @@ from torchtitan_diloco.config.load import Resolved, load_config, take_config_fil
 from torchtitan_diloco.config.reach import await_lighthouse
 from torchtitan_diloco.config.translate import island_folder
 from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.island.lease import Held, Lease
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 from torchtitan_diloco.observe.reading import read_state
 from torchtitan_diloco.process import die_with_parent
@@ -55,19 +56,35 @@ def find_lighthouse(resolved: Resolved) -> None:
         await_lighthouse(resolved.config, say)
 
 
+def hold(resolved: Resolved) -> Lease | None:
+    """The island is this start's until it is released; on its first rank. Raises Held while another start of it lives."""
+    if int(os.environ["RANK"]) != 0:
+        return None
+    config = resolved.config
+    lease = Lease(Path(island_folder(config)), config.island.id, os.environ[INCARNATION], lost)
+    lease.take(say)
+    return lease
+
+
+def lost(reason: str) -> None:
+    """Another start trains in this folder: write nothing more, and let torchrun end the other ranks."""
+    say(f"error: {reason}; this start ends")
+    os._exit(2)
+
+
 def say(words: str) -> None:
     sys.stderr.write(f"{words}\n")
     sys.stderr.flush()
 
 
-def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
-    """Say what is wrong, once and durably, and end with exit code 2."""
+def report(error: UserError, resolved: Resolved | None) -> None:
+    """Say what is wrong, once and durably."""
     # TorchTitan's trainer left the stack trace there, for torchrun to repeat below our sentence.
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(report).unlink(missing_ok=True)
+    if trace_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(trace_file).unlink(missing_ok=True)
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"error: {error}\n")
-        if resolved is not None:
+        if resolved is not None and not isinstance(error, Held):  # its folder is another's
             trace = Trace(
                 Path(island_folder(resolved.config)),
                 resolved.config.island.id,
@@ -76,7 +93,6 @@ def refuse(error: UserError, resolved: Resolved | None) -> NoReturn:
             trace.event("error", kind="config", message=str(error))
             trace.state("fatal", str(error))
             trace.close()
-    end(2)
 
 
 def end(code: int) -> NoReturn:
@@ -114,20 +130,25 @@ def train(trainer_config: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     die_with_parent()
     prepare_environment()
-    resolved = None
+    resolved, lease, code = None, None, 0
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         path, overrides = take_config_file(arguments)
         loaded = load_config(path, overrides).with_model().one_island()
         require_torchrun(arguments)
         resolved = loaded
+        lease = hold(loaded)
         find_lighthouse(loaded)
         from torchtitan_diloco.configure import trainer_config
 
         train(trainer_config(resolved))
     except UserError as error:
-        refuse(error, resolved)
-    end(0)
+        report(error, resolved)
+        code = 2
+    finally:
+        if lease is not None:
+            lease.release()
+    end(code)
 
 
 if __name__ == "__main__":
