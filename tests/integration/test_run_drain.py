@@ -1,13 +1,16 @@
 """Stopping a run early on purpose and continuing it with the same command: nothing is trained twice or left out."""
 
+import re
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import event_schema
-from tests.helpers.real_run import LocalRun, local_run, write_config
+from tests.helpers.real_run import LocalRun, local_run, offline, write_config
 
 STEPS, SYNC_EVERY = 45, 5
 
@@ -24,9 +27,37 @@ class Part:
     """Checkpoints of each island."""
 
 
+def second_copy(run: LocalRun) -> subprocess.CompletedProcess[str]:
+    """Start island 0 once more, as somebody would who thinks that it has died."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    words = [
+        "-m",
+        "torchtitan_diloco.train",
+        "--job.config_file",
+        str(run.path / "config.toml"),
+        "--island.id",
+        "0",
+    ]
+    return subprocess.run(
+        [sys.executable, *words], cwd=run.path.parents[1], env=offline() | rank, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[LocalRun, list[Part]]:
-    """SIGINT about step 8, SIGTERM about step 20, then to the end; three times the same command."""
+def copies() -> list[subprocess.CompletedProcess[str]]:
+    """Filled in by ``parts``."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def parts(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path, copies: list[subprocess.CompletedProcess[str]]
+) -> tuple[LocalRun, list[Part]]:
+    """SIGINT after step 8, SIGTERM after step 20, then to the end; three times the same command.
+
+    Before either signal island 0 is started once more, by hand.
+    """
     cwd = tmp_path_factory.mktemp("drained")
     config = write_config(cwd, corpus)
     parts = []
@@ -36,6 +67,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Local
         ) as run:
             if number is not None:
                 run.until_step(step)
+                copies.append(second_copy(run))
                 run.signal(number)
             code = run.end()
             saved = [{path.name for path in (run.island(i) / "checkpoint").iterdir()} for i in (0, 1)]
@@ -59,6 +91,22 @@ def test_every_drained_island_says_resume_and_has_saved_the_step_it_names(
             assert f"step-{state['step']}" in part.saved[island]
             assert f"island {island} saved at step {state['step']} and left" in part.output
     assert [state["state"] for state in parts[1][2].states] == ["done", "done"]
+
+
+def test_fr41_a_second_copy_of_an_island_is_told_who_holds_it_and_changes_nothing(
+    parts: tuple[LocalRun, list[Part]], copies: list[subprocess.CompletedProcess[str]]
+) -> None:
+    """That the first goes on as if nothing had happened, the other tests of this file see."""
+    run, _ = parts
+    assert len(copies) == 2
+    for copy in copies:
+        assert copy.returncode == 2 and copy.stdout == ""
+        assert re.fullmatch(
+            r"error: island\.id: island 0 in \S*island-0 is held by process \d+ on \S+, since [^\n]+\n",
+            copy.stderr,
+        ), copy.stderr
+    assert len(run.incarnations(0)) == 3 and run.events(0, "error") == []
+    assert not (run.island(0) / "lease.json").exists()
 
 
 def test_no_inner_step_is_repeated_or_left_out(parts: tuple[LocalRun, list[Part]]) -> None:

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from torchtitan_diloco.exchange.chunks import Chunks, Unreachable
+from torchtitan_diloco.exchange.hedge import LINES
 from torchtitan_diloco.exchange.messages import Message, from_json, to_json
 from torchtitan_diloco.hub.bulk import chunk_of
 from torchtitan_diloco.hub.refusal import Refusal
@@ -188,8 +189,9 @@ class ControlServer:
 
 
 class Outbox:
-    """Sends control messages to peers without blocking: one thread and one connection per peer, in order.
+    """Sends control messages to peers without blocking: over a few connections to each, in about the order they come.
 
+    Where bulk fills the link a packet may be lost, and what waited behind it on that connection would come late with it.
     A message that cannot be delivered is dropped; the protocol says everything again until it is answered.
     """
 
@@ -202,7 +204,9 @@ class Outbox:
     def send(self, to: Member, url: str, message: Message) -> None:
         if to not in self._queues:
             self._queues[to] = queue.Queue()
-            threading.Thread(target=self._run, args=(to,), daemon=True, name=f"to-island-{to.island}").start()
+            for _ in range(LINES):
+                name = f"to-island-{to.island}"
+                threading.Thread(target=self._run, args=(to,), daemon=True, name=name).start()
         self._queues[to].put((url, message))
 
     def _run(self, to: Member) -> None:
@@ -240,7 +244,8 @@ class Outbox:
 
     def close(self) -> None:
         for waiting in self._queues.values():
-            waiting.put(None)
+            for _ in range(LINES):
+                waiting.put(None)
 
 
 class PeerClient:
