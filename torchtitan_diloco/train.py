@@ -6,6 +6,7 @@ import shlex
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,14 +86,15 @@ def report(error: UserError, resolved: Resolved | None) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"error: {error}\n")
         if resolved is not None and not isinstance(error, Held):  # its folder is another's
-            trace = Trace(
-                Path(island_folder(resolved.config)),
-                resolved.config.island.id,
-                os.environ[INCARNATION],
-            )
-            trace.event("error", kind="config", message=str(error))
-            trace.state("fatal", str(error))
-            trace.close()
+            with suppress(OSError):  # of a folder that cannot be written
+                trace = Trace(
+                    Path(island_folder(resolved.config)),
+                    resolved.config.island.id,
+                    os.environ[INCARNATION],
+                )
+                trace.event("error", kind="config", message=str(error))
+                trace.state("fatal", str(error))
+                trace.close()
 
 
 def end(code: int) -> NoReturn:

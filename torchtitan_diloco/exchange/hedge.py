@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from torchtitan_diloco.exchange.chunks import Unreachable
 
-LINES = 3
-AFTER_S = 0.25
+LINES = 4
+AFTER_S = 0.15
 
 Line = TypeVar("Line")
 Answer = TypeVar("Answer")

@@ -30,13 +30,15 @@ class Held(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds an island. place, born: tell its process from others with that pid. beats: how often it has said so."""
+    """Who holds an island. place, born: tell its process from others with that pid. folder: tells the island's from a copy,
+    on one machine. beats: how often it has said so."""
 
     incarnation: str
     host: str
     pid: int
     place: str
     born: str
+    folder: str
     job: str
     since: float
     beats: int
@@ -46,10 +48,8 @@ class Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
         return f"process {self.pid} on {self.host}{job}, since {since}"
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether it is known to have ended, which only its own machine can know."""
-        return self.place == _place() and self.born != _born(self.pid)
+
+UNREADABLE = Holder("", "an unknown host", 0, "", "", "", "", 0.0, 0)
 
 
 class Lease:
@@ -71,20 +71,30 @@ class Lease:
         self._island = island
         self._lost, self._beat_s, self._stale_s = lost, beat_s, stale_s
         job, pid = os.environ.get("SLURM_JOB_ID", ""), os.getpid()
-        self._mine = Holder(incarnation, socket.gethostname(), pid, _place(), _born(pid), job, time.time(), 0)
+        host, born = socket.gethostname(), _born(pid)
+        self._mine = Holder(incarnation, host, pid, _place(), born, "", job, time.time(), 0)
         self._released = threading.Event()
         self._writing = threading.Lock()
 
     def take(self, say: Callable[[str], None]) -> None:
         """Hold the island from now on. Waits where it cannot be known yet whether the last holder lives, and says so.
 
-        Raises Held when it does.
+        Raises Held when it does, UserError where the folder cannot be written.
         """
-        holder = self._holder()
-        if holder is not None and not holder.is_dead:
-            self._watch(holder, say)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, asdict(self._mine))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            found = self._path.parent.stat()
+            self._mine = replace(self._mine, folder=f"{found.st_dev}:{found.st_ino}")
+            holder = self._holder()
+            if holder is not None and not self._is_dead(holder):
+                self._watch(holder, say)
+            write_json(self._path, asdict(self._mine))
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise UserError(
+                f"job.dump_folder: cannot write {self._path.parent}: {why}; free some space or set job.dump_folder to a "
+                "writable folder"
+            ) from None
         threading.Thread(target=self._beat, daemon=True, name="lease").start()
 
     def release(self) -> None:
@@ -95,14 +105,19 @@ class Lease:
                 if self._holder() == self._mine:
                     self._path.unlink(missing_ok=True)
 
+    def _is_dead(self, holder: Holder) -> bool:
+        """Whether it is known to have ended, or to hold another folder, which only its own machine can know."""
+        here = holder.place == self._mine.place
+        return here and (holder.born != _born(holder.pid) or holder.folder != self._mine.folder)
+
     def _watch(self, holder: Holder, say: Callable[[str], None]) -> None:
-        if holder.place != _place():
+        if holder.place != self._mine.place:
             say(
                 f"island {self._island} was held by {holder}, and has not been given back; waiting at most "
                 f"{self._stale_s:g} s for a sign of life"
             )
             deadline = time.monotonic() + self._stale_s
-            while (now := self._holder()) == holder:
+            while (now := self._holder()) in (holder, UNREADABLE):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(min(0.5, self._stale_s / 10))
@@ -119,8 +134,8 @@ class Lease:
             return Holder(**json.loads(self._path.read_bytes()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError):  # written by something else; it will not be written again
-            return Holder("", "an unknown host", 0, "", "", "", 0.0, 0)
+        except (OSError, ValueError, TypeError):  # damaged, or a file system that has its moments
+            return UNREADABLE
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_s):
@@ -128,6 +143,8 @@ class Lease:
                 if self._released.is_set():
                     return
                 holder = self._holder()
+                if holder is UNREADABLE:
+                    continue
                 if holder not in (self._mine, None):
                     self._released.set()
                     self._lost(f"island {self._island} in {self._path.parent} was taken over by {holder}")
@@ -152,6 +169,8 @@ def _born(pid: int) -> str:
     """When a process here started, in the kernel's ticks; "" where there is none."""
     try:
         # The command's name, in brackets, may hold blanks and brackets.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        # One that has ended stays until its parent has noticed, which some containers' first process never does.
+        return "" if fields[0] in "ZX" else fields[19]
     except OSError:
         return ""

@@ -24,6 +24,7 @@ from torchtitan_diloco.config.own import LighthouseConfig
 from torchtitan_diloco.errors import Resumable
 from torchtitan_diloco.exchange import chunks, control
 from torchtitan_diloco.exchange.messages import Outcome
+from torchtitan_diloco.exchange.protocol import Merge
 from torchtitan_diloco.outer.merge import Contribution, Merged
 
 CHUNK = 500  # bytes
@@ -151,15 +152,19 @@ def test_fr28_an_island_that_comes_while_the_others_exchange(
 ) -> None:
     """It heals once, offers nothing before, and takes part in the first slot that can still count it."""
     began, go_on = threading.Event(), threading.Event()
-    mean = merge_with("tokens")
 
-    def slowly(fragment: int, contributions: list[Contribution]) -> tuple[Merged, list[float]]:
-        began.set()
-        assert go_on.wait(30)
-        return mean(fragment, contributions)
+    def slow() -> Merge:
+        mean = merge_with("tokens")  # one each: its memory is used again at the next merge
+
+        def slowly(fragment: int, contributions: list[Contribution]) -> tuple[Merged, list[float]]:
+            began.set()
+            assert go_on.wait(30)
+            return mean(fragment, contributions)
+
+        return slowly  # type: ignore[return-value]
 
     go_on.set()
-    a, b, lost = gateways = [Gateway(lighthouse, island, merge=slowly) for island in range(3)]  # type: ignore[arg-type]
+    a, b, lost = gateways = [Gateway(lighthouse, island, merge=slow()) for island in range(3)]
     together(*(partial(gateway.join, 3) for gateway in gateways))
     lost.crash()
     commit(a, b)

@@ -1,15 +1,18 @@
 """One start of an island at a time: who is refused, who takes over, and who notices."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.lease import LEASE, Held, Lease
 
 NEVER = 60.0
@@ -29,7 +32,14 @@ def holder(folder: Path) -> dict[str, object]:
 
 def elsewhere(folder: Path, **changes: object) -> None:
     """The last thing that a start on another machine wrote."""
-    with_job = {"incarnation": "theirs", "host": "node7", "pid": 41, "place": "another machine", "born": "1"}
+    with_job = {
+        "incarnation": "theirs",
+        "host": "node7",
+        "pid": 41,
+        "place": "another machine",
+        "born": "1",
+        "folder": "1:1",
+    }
     whole = {**with_job, "job": "815", "since": 1.7e9, "beats": 0, **changes}
     unfinished = folder / f"{LEASE}.theirs"
     unfinished.write_text(json.dumps(whole))
@@ -87,6 +97,67 @@ def test_fr41_a_lease_without_life_is_taken_over(tmp_path: Path, damaged: bool) 
     assert time.monotonic() - began >= 0.3 and len(said) == 1
     assert holder(tmp_path)["incarnation"] == "mine"
     mine.release()
+
+
+def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mine = lease(tmp_path, "mine")
+    mine.take(never)
+    mine.release()
+    assert child.stdin is not None
+    born = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    theirs = {**vars_of(mine), "incarnation": "theirs", "pid": child.pid, "born": born}
+    (tmp_path / LEASE).write_text(json.dumps(theirs))
+    with pytest.raises(Held):
+        lease(tmp_path, "second").take(never)
+    child.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    last = lease(tmp_path, "third")
+    last.take(never)
+    last.release()
+    child.wait()
+    child.stdin.close()
+
+
+def vars_of(mine: Lease) -> dict[str, object]:
+    return asdict(mine._mine)
+
+
+def test_the_copy_of_a_folder_is_held_by_nobody(tmp_path: Path) -> None:
+    mine = lease(tmp_path / "a", "mine")
+    mine.take(never)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copy = lease(tmp_path / "b", "copy")
+    copy.take(never)
+    copy.release()
+    mine.release()
+
+
+def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path: Path) -> None:
+    lost: list[str] = []
+    mine = lease(tmp_path, "mine", lost.append)
+    mine.take(never)
+    kept = (tmp_path / LEASE).read_bytes()
+    (tmp_path / LEASE).rename(tmp_path / "kept")
+    (tmp_path / LEASE).mkdir()  # reading it fails
+    time.sleep(0.3)
+    (tmp_path / LEASE).rmdir()
+    (tmp_path / LEASE).write_bytes(kept)
+    time.sleep(0.3)
+    assert lost == []
+    (tmp_path / "kept").unlink()
+    mine.release()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"^job\.dump_folder: cannot write \S+: not a directory; free some space or set"
+    ):
+        lease(tmp_path / "file" / "island-3", "mine").take(never)
 
 
 @pytest.mark.parametrize("reused", [False, True], ids=["dead", "its pid is another's"])
