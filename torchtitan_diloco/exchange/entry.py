@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 View = list[Peer]
 RETRY_S = 0.5
+LOOK_S = 0.1  # the others train on meanwhile
 
 
 def holders(peers: View) -> View:
@@ -110,7 +111,7 @@ class Entry:
     def _pause(self, waiting: Waiting) -> None:
         self._note(waiting)
         what = f"{waiting.target}: {waiting.why}"
-        if self._stop.wait(RETRY_S):
+        if self._stop.wait(LOOK_S):
             raise Resumable(f"stopped while waiting for {what}")
         if time.monotonic() > self._deadline:
             raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {what}")
