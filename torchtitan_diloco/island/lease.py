@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import UserError, unwritable
 from torchtitan_diloco.observe.events import write_json
 
 BEAT_S = 5.0
@@ -90,11 +90,7 @@ class Lease:
                 self._watch(holder, say)
             write_json(self._path, asdict(self._mine))
         except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise UserError(
-                f"job.dump_folder: cannot write {self._path.parent}: {why}; free some space or set job.dump_folder to a "
-                "writable folder"
-            ) from None
+            raise unwritable(self._path.parent, error) from None
         threading.Thread(target=self._beat, daemon=True, name="lease").start()
 
     def release(self) -> None:

@@ -106,7 +106,7 @@ def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
     mine.release()
     assert child.stdin is not None
     born = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    theirs = {**vars_of(mine), "incarnation": "theirs", "pid": child.pid, "born": born}
+    theirs = {**asdict(mine._mine), "incarnation": "theirs", "pid": child.pid, "born": born}
     (tmp_path / LEASE).write_text(json.dumps(theirs))
     with pytest.raises(Held):
         lease(tmp_path, "second").take(never)
@@ -120,10 +120,6 @@ def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
     last.release()
     child.wait()
     child.stdin.close()
-
-
-def vars_of(mine: Lease) -> dict[str, object]:
-    return asdict(mine._mine)
 
 
 def test_the_copy_of_a_folder_is_held_by_nobody(tmp_path: Path) -> None:

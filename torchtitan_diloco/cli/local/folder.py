@@ -1,6 +1,5 @@
 """The run folder as the launcher sees it: its lock, what an earlier run left in it, config.toml and run.json."""
 
-import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import UserError, unwritable
 from torchtitan_diloco.observe.reading import read_island, read_state
 
 LOCK = ".lock"
@@ -209,18 +208,6 @@ class RunFolder:
                 os.fsync(file.fileno())
         finally:
             probe.unlink(missing_ok=True)
-
-
-def unwritable(path: Path, error: OSError) -> UserError:
-    """The one sentence for a run folder that cannot be written."""
-    why = (
-        "the disk is full"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT)
-        else (error.strerror or str(error)).lower()
-    )
-    return UserError(
-        f"job.dump_folder: cannot write {path}: {why}; free some space or set job.dump_folder to a writable folder"
-    )
 
 
 def write_atomically(path: Path, text: str) -> None:
