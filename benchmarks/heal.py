@@ -43,8 +43,8 @@ SETTINGS = (
 @dataclass(frozen=True)
 class Heal:
     """joined, merged, applied: seconds from the `start` event to `join`, to the first merge in which the island's delta
-    counts, and to its `round` event, which follows `overlap` steps later. pauses: between the donor's inner steps from 5 s
-    before the start until that merge."""
+    counts, and to its `round` event, which follows `overlap` steps later. pauses: between the donor's inner steps from the
+    start until that merge."""
 
     taken: int
     seconds: float
@@ -76,7 +76,7 @@ def measure(kind: str, folder: Path, corpus: Path) -> Heal:
         merged = sent + slot["exchange_s"]
         heals = [e for e in back if e["event"] == "heal"]
         joined = next(e["t"] for e in back if e["event"] == "join")
-        steps = [e["t"] for e in run.events(0, "inner") if began - 5 <= e["t"] <= merged + PACE_S]
+        steps = [e["t"] for e in run.events(0, "inner") if began <= e["t"] <= merged + PACE_S]
         run.process.kill()
         run.process.wait()
         time.sleep(3)

@@ -85,8 +85,8 @@ class Talker:
     def outcome(self, slot: int) -> dict[str, Any]:
         return self.hub.outcome(self.member, slot)
 
-    def beat(self, idle_s: float = 0.0) -> dict[str, Any]:
-        return self.hub.beat(self.member, 0, self.state.slot, idle_s)
+    def beat(self, idle_s: float = 0.0, step: int = 0) -> dict[str, Any]:
+        return self.hub.beat(self.member, step, self.state.slot, idle_s)
 
 
 def a_hub(clock: Clock | None = None, store: Store | None = None, **rules: float) -> Hub:

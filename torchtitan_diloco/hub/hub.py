@@ -98,12 +98,13 @@ class Hub:
         seat.slot = max(seat.slot, slot)
         self._arrivals.drop(member)
         self.seats.hear(member, 0.0)
-        return {"step": self.step, "present": sorted(self.seats.members)}
+        return {"step": self._step_for(seat), "present": sorted(self.seats.members)}
 
     def beat(self, member: Member, step: int, slot: int, idle_s: float) -> dict[str, Any]:
         """A sign of life. step: of run progress. slot: next of the state it holds. Raises Refusal."""
         seat = self.seats.hear(member, idle_s)
-        seat.step, seat.slot = max(seat.step, step), max(seat.slot, slot)
+        seat.moved(step, self.now())
+        seat.slot = max(seat.slot, slot)
         self._forget()
         return {"member": seat.phase is Phase.MEMBER}
 
@@ -245,6 +246,14 @@ class Hub:
         # The islands that were there when a hub was started anew may be gone.
         slots = self.terms.clock().due(self.state.slot - 1) if self.terms and self.state else 0
         return max([slots, *(seat.step for seat in seats)])
+
+    def _step_for(self, seat: Seat) -> int:
+        """Where a joiner starts: beside the others, who would else wait for it, but before its first slot."""
+        if seat.founder:
+            return self.step
+        assert self.terms is not None
+        now = max((each.expected(self.now()) for each in self.seats.members.values()), default=0)
+        return max(self.step, min(now, self.terms.clock().due(seat.first) - 1))
 
     def _members(self) -> list[int]:
         return sorted(self.seats.members.keys() | self._recovery.returning)

@@ -25,8 +25,8 @@ class Seat:
     """An island, as its newest incarnation has described itself.
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
-    next of its published state. first: the slot from which on others wait for it. founder: they do so though it has not
-    been admitted yet. offered: it was told to take the run's state. state: what it came with. lease_s: its own,
+    next of its published state. stepped: when its last known step was made; pace_s: seconds for one, 0 while unknown.
+    first: the slot from which on others wait for it. founder: they do so though it has not been admitted yet. offered: it was told to take the run's state. state: what it came with. lease_s: its own,
     where signs of life travel as files; nobody waits for one that is excused, until it says something about a slot.
     """
 
@@ -36,6 +36,8 @@ class Seat:
     phase: Phase = Phase.JOINING
     idle_s: float = 0.0
     step: int = 0
+    stepped: float | None = None
+    pace_s: float = 0.0
     slot: int = 0
     first: int = 0
     founder: bool = False
@@ -48,6 +50,21 @@ class Seat:
     @property
     def tokens_total(self) -> int:
         return sum(int(entry["tokens"]) for entry in self.state["fragments"])
+
+    def moved(self, step: int, now: float) -> None:
+        """It says that it is at ``step`` of run progress."""
+        if step <= self.step:
+            return
+        made = now - self.idle_s
+        if self.stepped is not None and made > self.stepped:
+            self.pace_s = (made - self.stepped) / (step - self.step)
+        self.step, self.stepped = step, made
+
+    def expected(self, now: float) -> int:
+        """Where it stands by now if it has gone on as before: what it has said is some steps old."""
+        if self.stepped is None or not self.pace_s:
+            return self.step
+        return self.step + int((now - self.stepped) / self.pace_s)
 
 
 class Seats:

@@ -335,6 +335,25 @@ def test_after_a_restart_a_joiner_starts_at_the_step_of_the_run_though_nobody_is
     again.store.close()
 
 
+def test_a_joiner_starts_where_the_others_are_by_now_not_where_they_were_when_they_last_said_so() -> None:
+    """They would wait for it at its first slot as long as it is behind them."""
+    clock = Clock()
+    hub = a_hub(clock)
+    a, b = a_run(hub)
+    for step, idle_s in ((0, 0.0), (200, 0.5), (202, 0.0)):  # a step takes 0.75 s: 202 were done 1.5 s after the 200
+        a.beat(idle_s, step)
+        clock.t += 1.0
+    hub.leave(b.member, "failure")
+    again = Talker(hub, 1, "b", started=2.0)
+    again.join()
+    clock.t += 1.0
+    again.state.slot = 102  # due at step 206
+    assert hub.admit(again.member, 102)["step"] == 204
+    clock.t += 60.0  # the others have stood still meanwhile
+    a.beat(60.0, 202)
+    assert hub.admit(again.member, 102)["step"] == 205, "later than any step of its first slot"
+
+
 # ---- other settings ------------------------------------------------------------------------------------------------
 
 
