@@ -61,6 +61,7 @@ def trainer_config(resolved: Resolved) -> Any:
         run_name=config.job.name,
         pace_step_seconds=config.debug.pace_step_seconds,
         dump_sends=config.debug.dump_sends,
+        inject_faults=config.debug.inject_faults,
         agreement=shared,
         written=frozenset(written),
         **sections,

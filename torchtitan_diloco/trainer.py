@@ -30,6 +30,7 @@ from torchtitan_diloco.island.parameters import IslandParameters
 from torchtitan_diloco.island.replica import Replica
 from torchtitan_diloco.island.schedule import move_schedule
 from torchtitan_diloco.island.settings import IslandTrainerConfig
+from torchtitan_diloco.island.trial import Trial
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 from torchtitan_diloco.semi_sync.lockstep import open_lockstep
 
@@ -64,6 +65,7 @@ class DiLoCoTrainer(Trainer):
         self.incarnation = self.group.tell(os.environ.get(INCARNATION) or uuid.uuid4().hex[:12])
         folder = Path(config.dump_folder)
         self.trace = Trace(folder if self.group.rank == 0 else None, config.island.id, self.incarnation)
+        self.trial = Trial(config.pace_step_seconds, folder if config.inject_faults else None)
         self.trace.event("start")
         self.trace.state("running")
         dims, training = self.parallel_dims, config.training
@@ -134,8 +136,7 @@ class DiLoCoTrainer(Trainer):
         began = time.monotonic()
         self.trace.step = self.step
         self._go_on(self.method.inner_step(self.step, partial(self._attempt, data_iterator)))
-        if (rest := began + self.config.pace_step_seconds - time.monotonic()) > 0:
-            time.sleep(rest)
+        self.trial.after_step(began, (p for part in self.model_parts for p in part.parameters()))
         try:
             self._go_on(self.method.after_inner_step(self.step, self.tokens_per_step))
         except Resumable as stopped:
@@ -181,10 +182,9 @@ class DiLoCoTrainer(Trainer):
 
     def _go_on(self, step: int) -> None:
         """Go on after ``step``; the learning rate is that of the run's progress, not of this island's own steps."""
-        if step == self.step and self.config.island.own_sync_every is None:
-            return
-        self.step = self.trace.step = step
-        move_schedule(self.lr_schedulers, self.method.progress(step))
+        if step != self.step or self.config.island.own_sync_every is not None:
+            self.step = self.trace.step = step
+            move_schedule(self.lr_schedulers, self.method.progress(step))
 
     def _stop_early(self) -> None:
         reason = self.drain.reason or "another rank was asked to stop"

@@ -15,11 +15,12 @@ COMMANDS = {
     "syncer": "run the hub that islands of a run dial when they cannot reach one another",
     "validate": "check configuration files and print them resolved, with the origin of each value",
     "preflight": "try out what an island dials and what has to reach it, before it takes GPUs",
+    "chaos": "run islands on this machine, have faults befall them, and say what that has cost",
     "data": "prepare, verify and inspect corpora, and audit what a run did with them",
 }
 """Command -> what it does. Only the chosen command's module is imported."""
 
-DRAINING = frozenset({"run"})
+DRAINING = frozenset({"run", "chaos"})
 """Commands that look at `stop.stop_requests` themselves, and go on when nobody reads their output any more."""
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_RESUMABLE, EXIT_INTERRUPTED = 0, 1, 2, 75, 130

@@ -72,36 +72,53 @@ def require_ranks(config: RunConfig, ranks: int) -> None:
         raise UserError("\n".join(f"island {config.island.id}: {line}" for line in broken))
 
 
+def request_of(
+    file: Path, overrides: Sequence[str], *, islands: int | None, ranks: str | None, max_restarts: int, fresh: bool,
+    drain_limit_s: float = DRAIN_LIMIT_S,
+) -> Request:  # fmt: skip
+    """What `launch` needs, from the words on the command line. Raises UserError for wrong usage or configuration."""
+    if islands is not None:
+        if islands < 1:
+            raise UserError(f"--islands {islands}: give a number above 0")
+        if any(word.partition("=")[0].replace("-", "_") == "__semi_sync.num_islands" for word in overrides):
+            raise UserError("--islands and --semi_sync.num_islands say the same thing: give one of them")
+        overrides = ["--semi_sync.num_islands", str(islands), *overrides]
+    for name in overrides:
+        if name.partition("=")[0] == "--island.id":
+            raise UserError("island.id: `run` numbers its islands itself, from 0; leave it out")
+    config = load_config(file, overrides).with_model().config
+    request = Request(
+        config=config,
+        ranks=island_ranks(ranks, config),
+        max_restarts=max_restarts,
+        fresh=fresh,
+        drain_limit_s=drain_limit_s,
+    )
+    if config.semi_sync.method == "sync" and len(set(request.ranks.values())) > 1:
+        raise UserError(
+            f"--ranks {ranks or ', '.join(map(str, request.ranks.values()))}: all islands need the same number of "
+            'processes with semi_sync.method = "sync"; give one number'
+        )
+    for island, number in request.ranks.items():
+        require_ranks(for_island(config, island), number)
+    return request
+
+
 def main(argv: Sequence[str], edges: Edges | None = None) -> int:
     """The sub-command; returns the exit code. Raises UserError for wrong usage or configuration."""
     own, overrides = split_overrides(argv)
     options = tyro.cli(RunOptions, args=own, prog="torchtitan-diloco run")
-    if options.islands is not None:
-        if options.islands < 1:
-            raise UserError(f"--islands {options.islands}: give a number above 0")
-        if any(word.partition("=")[0].replace("-", "_") == "__semi_sync.num_islands" for word in overrides):
-            raise UserError("--islands and --semi_sync.num_islands say the same thing: give one of them")
-        overrides = ["--semi_sync.num_islands", str(options.islands), *overrides]
     if options.max_restarts < 0:
         raise UserError(f"--max-restarts {options.max_restarts}: give 0 or more")
     if not options.drain_limit > 0:
         raise UserError(f"--drain-limit {options.drain_limit:g}: give a number of seconds above 0")
-    for name in overrides:
-        if name.partition("=")[0] == "--island.id":
-            raise UserError("island.id: `run` numbers its islands itself, from 0; leave it out")
-    config = load_config(options.file, overrides).with_model().config
-    request = Request(
-        config=config,
-        ranks=island_ranks(options.ranks, config),
+    request = request_of(
+        options.file,
+        overrides,
+        islands=options.islands,
+        ranks=options.ranks,
         max_restarts=options.max_restarts,
         fresh=options.fresh,
         drain_limit_s=options.drain_limit,
     )
-    if config.semi_sync.method == "sync" and len(set(request.ranks.values())) > 1:
-        raise UserError(
-            f"--ranks {options.ranks or ', '.join(map(str, request.ranks.values()))}: all islands need the same number of "
-            'processes with semi_sync.method = "sync"; give one number'
-        )
-    for island, ranks in request.ranks.items():
-        require_ranks(for_island(config, island), ranks)
     return launch(request, edges or Edges())

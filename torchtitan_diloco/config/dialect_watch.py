@@ -93,3 +93,5 @@ class DebugConfig:
     """Stretch every inner step to this many seconds of wall time by sleeping; 0 = off. Not a v0.2.2 key."""
     dump_sends: bool = False
     """Write the parameters at every send to `island-<id>/sends/`. Not a v0.2.2 key."""
+    inject_faults: bool = False
+    """Make a weight NaN when the file `island-<id>/inject` appears, as `chaos` makes it. Not a v0.2.2 key."""

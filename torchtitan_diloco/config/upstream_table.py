@@ -19,7 +19,7 @@ from torchtitan_diloco.errors import UserError
 
 _SECTIONS = {"profiling": "profiler", "validation": "validator"}
 """Ours -> TorchTitan's, where the names differ."""
-_OWN = {"debug.pace_step_seconds", "debug.dump_sends"}
+_OWN = {"debug.pace_step_seconds", "debug.dump_sends", "debug.inject_faults"}
 
 
 def base_functions() -> dict[str, Callable[[], Any]]:

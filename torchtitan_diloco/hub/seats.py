@@ -26,8 +26,9 @@ class Seat:
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
     next of its published state. stepped: when its last known step was made; pace_s: seconds for one, 0 while unknown.
-    first: the slot from which on others wait for it. founder: they do so though it has not been admitted yet. offered: it was told to take the run's state. state: what it came with. lease_s: its own,
-    where signs of life travel as files; nobody waits for one that is excused, until it says something about a slot.
+    first: the slot from which on others wait for it. founder: they do so though it has not been admitted yet. offered:
+    it was told to take the run's state. state: what it came with. lease_s: its own, where signs of life travel as files;
+    nobody waits for one that is excused, until it says something about a slot.
     """
 
     member: Member

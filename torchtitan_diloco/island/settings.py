@@ -27,6 +27,8 @@ class IslandTrainerConfig(Trainer.Config):
     """Stretch every inner step to this wall time by sleeping."""
     dump_sends: bool = False
     """Write the parameters at every send."""
+    inject_faults: bool = False
+    """Obey the file `inject` in the island's folder."""
     agreement: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     """Settings that must be equal on all islands."""
     written: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()

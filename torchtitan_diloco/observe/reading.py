@@ -95,6 +95,8 @@ class IslandFigures:
     stall_s: float = 0.0
     inner_wall_s: float = 0.0
     """Wall time between the first and the last `inner` event of each incarnation, added up."""
+    last_inner: float = 0.0
+    """Epoch seconds of its latest `inner` event."""
     waiting: str = ""
     """For whom and why the island waits now; empty while it works."""
     error: str = ""
@@ -170,6 +172,7 @@ class IslandFigures:
         incarnation, now = str(event.get("incarnation")), float(event["t"])
         first, last = self._inner_since.get(incarnation, (now, now))
         self._inner_since[incarnation] = (first, now)
+        self.last_inner = now
         self.inner_wall_s += max(0.0, now - last)
 
     def _trained_to(self, step: int) -> None:

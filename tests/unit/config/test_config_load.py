@@ -98,6 +98,7 @@ def test_the_contracted_sections_are_there() -> None:
         "semi_sync.merge.weight": "tokens",
         "debug.pace_step_seconds": 0.0,
         "debug.dump_sends": False,
+        "debug.inject_faults": False,
         "checkpoint.last_save_model_only": False,
     }
     assert {k: get(RunConfig(), k) for k in ours} == ours

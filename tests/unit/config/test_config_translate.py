@@ -63,6 +63,7 @@ OURS = (
     "islands",
     "debug.pace_step_seconds",
     "debug.dump_sends",
+    "debug.inject_faults",
 )
 """Read by our own code."""
 UNUSED = {"job.description"}
@@ -133,7 +134,7 @@ TAKEN_ELSEWHERE = {
         "visualize_memory_budget_pareto": "MemoryBudgetAC",
     },
     "validation": {"dataset": "dataloader", "dataset_path": "dataloader"},
-    "debug": {"pace_step_seconds": "ours", "dump_sends": "ours"},
+    "debug": {"pace_step_seconds": "ours", "dump_sends": "ours", "inject_faults": "ours"},
 }
 """Section -> keys of ours that TorchTitan 0.3.0 takes elsewhere."""
 NOT_OURS = {

@@ -340,7 +340,11 @@ def test_a_joiner_starts_where_the_others_are_by_now_not_where_they_were_when_th
     clock = Clock()
     hub = a_hub(clock)
     a, b = a_run(hub)
-    for step, idle_s in ((0, 0.0), (200, 0.5), (202, 0.0)):  # a step takes 0.75 s: 202 were done 1.5 s after the 200
+    for step, idle_s in (
+        (0, 0.0),
+        (200, 0.5),
+        (202, 0.0),
+    ):  # a step takes 0.75 s: 202 were done 1.5 s after the 200
         a.beat(idle_s, step)
         clock.t += 1.0
     hub.leave(b.member, "failure")

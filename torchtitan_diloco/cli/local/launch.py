@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
@@ -75,6 +76,26 @@ def prepare_data(config: RunConfig, ranks: dict[int, int]) -> DataIdentity:
     return DataIdentity(manifests=list(manifests.values()), tokenizer=tokenizer)
 
 
+class Companion(Protocol):
+    """Goes along with a run and has its hands on it. All calls come from the launcher's main thread."""
+
+    def route(self, island: int, address: str, folder: Path) -> str:
+        """The address of what all meet at as the island is told it, at each of its starts."""
+        ...
+
+    def begin(self, supervisor: Supervisor, server: LocalServer | None, tell: Callable[[str], None]) -> None:
+        """Before the first island is started. server: of our own, if there is one. tell: takes words for people."""
+        ...
+
+    def tick(self) -> None:
+        """Some ten times a second."""
+        ...
+
+    def end(self) -> None:
+        """No island runs any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges:
     """Where the launcher meets what it does not own; tests put other things there."""
@@ -83,6 +104,7 @@ class Edges:
     prepare: Callable[[RunConfig, dict[int, int]], DataIdentity] = prepare_data
     console: Console = field(default_factory=make_console)
     stop: StopRequests = field(default_factory=stop_requests)
+    companion: Companion | None = None
 
 
 def launch(request: Request, edges: Edges) -> int:
@@ -142,7 +164,7 @@ def _settle(
 
 
 def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int:
-    config, console = request.config, edges.console
+    config, console, companion = request.config, edges.console, edges.companion
     adopt_orphans()
     server, address = None, ""
     meeting = meeting_place(config)
@@ -155,13 +177,14 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             run_id = config.job.name  # one that serves others as well knows the run by its name
 
     def start(island: Island) -> Child:
+        own = companion.route(island.number, address, folder) if companion is not None else address
         incarnation = Launch(
             island=island.number,
             ranks=island.ranks,
             incarnation=island.incarnation,
             run_id=run_id,
             config_file=folder / CONFIG,
-            meeting=(f"--{meeting.setting}", address) if meeting is not None else (),
+            meeting=(f"--{meeting.setting}", own) if meeting is not None else (),
         )
         environment = trainer_environment(
             incarnation,
@@ -185,6 +208,8 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
         def each_tick() -> None:
             if server is not None and (news := server.keep_alive()):
                 view.tell(news)
+            if companion is not None:
+                companion.tick()
             view.refresh()
 
         supervisor = Supervisor(
@@ -197,9 +222,13 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             drain_limit_s=request.drain_limit_s,
         )
         try:
+            if companion is not None:
+                companion.begin(supervisor, server, view.tell)
             supervisor.run()
         finally:
             supervisor.kill()
+            if companion is not None:
+                companion.end()
             if server is not None:
                 server.stop()
     agreement = anchor_agreement({island.number: island.figures for island in islands})

@@ -85,6 +85,16 @@ class LocalServer:
             return f"{name} ended with code {code}, see {self._child.log}; starting it again"
         return None
 
+    def kill(self, down_s: float) -> None:
+        """SIGKILL; ``keep_alive`` starts it again once so many seconds have passed."""
+        self._child.kill_tree()
+        self._start_again_at = self._now() + down_s
+
+    def signal(self, number: int) -> None:
+        """Send it, and it alone, a signal, if it runs."""
+        if self._child.poll() is None:
+            os.kill(self._child.pid, number)
+
     def stop(self) -> None:
         """In good order, if it ends in time: a hub saves what it holds."""
         if self._child.poll() is None:

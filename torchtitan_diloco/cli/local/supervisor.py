@@ -70,6 +70,10 @@ class Island:
     child: Child | None = None
     signalled: set[int] = field(default_factory=set)
     """Process ids that were told to drain."""
+    held_until: float = 0.0
+    """It is not started again before this time."""
+    returns: bool = False
+    """Whether it is started again once it has saved and left, as by a job that follows on one with a walltime."""
     tail: EventTail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,7 +214,7 @@ class Supervisor:
         if island.phase.over:
             return
         if island.phase is Phase.RESTARTING:
-            if self._now() >= island.restart_at:
+            if self._now() >= max(island.restart_at, island.held_until):
                 island.restarts += 1
                 self._start(island)
             return
@@ -238,7 +242,8 @@ class Supervisor:
             blemish = f", then ended with {_ending(code)}, see {island.child.log}" if code else ""
             self._tell(f"island {island.number} is done at step {island.figures.step}{blemish}")
         elif said == "resume" and (code == 0 or self.draining):
-            island.phase = Phase.RESUME
+            back = island.returns and not self.draining
+            island.phase, island.returns = Phase.RESTARTING if back else Phase.RESUME, False
             step = state.step if state else 0
             if step and island.saved == step:
                 self._tell(f"island {island.number} saved at step {step} and left")
@@ -255,6 +260,9 @@ class Supervisor:
 
     def _failed(self, island: Island, code: int) -> None:
         assert island.child is not None
+        if self._now() < island.held_until:  # somebody has ended it on purpose
+            island.phase = Phase.RESTARTING
+            return
         island.failures += 1
         island.reason = f"ended with {_ending(code)}"
         tail = f"last lines of {island.child.log}:\n{island.child.log_tail()}"
