@@ -154,16 +154,18 @@ class RunFolder:
 
 
 class LocalRun(RunFolder):
-    """One `torchtitan-diloco run FILE` in a working directory of its own."""
+    """One `torchtitan-diloco run FILE` (or another command's) in a working directory of its own."""
 
-    def __init__(self, cwd: Path, config: Path, *arguments: str, name: str = "trial") -> None:
+    def __init__(
+        self, cwd: Path, config: Path, *arguments: str, name: str = "trial", command: str = "run"
+    ) -> None:
         super().__init__(cwd / "outputs" / name)
         self.began = time.monotonic()
         with (cwd / "stdout").open("a") as out, (cwd / "stderr").open("a") as err:
             self._out, self._err = Path(out.name), Path(err.name)
             self._from = (out.tell(), err.tell())
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "torchtitan_diloco", "run", str(config), *arguments],
+                [sys.executable, "-m", "torchtitan_diloco", command, str(config), *arguments],
                 cwd=cwd,
                 env=offline(),
                 stdout=out,
@@ -218,8 +220,10 @@ class LocalRun(RunFolder):
 
 
 @contextlib.contextmanager
-def local_run(cwd: Path, config: Path, *arguments: str, name: str = "trial") -> Iterator[LocalRun]:
-    run = LocalRun(cwd, config, *arguments, name=name)
+def local_run(
+    cwd: Path, config: Path, *arguments: str, name: str = "trial", command: str = "run"
+) -> Iterator[LocalRun]:
+    run = LocalRun(cwd, config, *arguments, name=name, command=command)
     try:
         yield run
     finally:

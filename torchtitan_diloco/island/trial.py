@@ -31,9 +31,8 @@ class Trial:
 
 @torch.no_grad()
 def poison(parameters: Iterable[torch.Tensor]) -> None:
-    """Make the first value that this rank holds NaN."""
+    """Make the first value that this rank holds of each parameter NaN: the next loss is, whatever the batch."""
     for parameter in parameters:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.numel():
             local[(0,) * local.dim()] = float("nan")
-            return

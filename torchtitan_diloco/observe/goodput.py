@@ -14,8 +14,10 @@ from typing import Any
 
 from torchtitan_diloco.observe.reading import Event
 
-STOPS = ("kill", "freeze", "walltime", "disk_full")
-"""Faults in which the island itself makes no inner steps."""
+STOPS = ("kill", "freeze", "walltime", "disk_full", "nan", "cut")
+"""Faults after which their island may make no steps for a while. A cut-off one trains on to where it needs the others."""
+ENDS = ("kill", "walltime")
+"""Faults that end the incarnation they befall."""
 HARMLESS_TO_OTHERS = ("kill", "freeze", "cut", "meeting")
 """Faults that the other islands are to notice within the heartbeat window."""
 
@@ -31,7 +33,7 @@ class Happened:
 
     @property
     def stops(self) -> bool:
-        """Whether its island makes no step meanwhile."""
+        """Whether its island may make no step meanwhile."""
         return self.kind in STOPS
 
 
@@ -47,8 +49,9 @@ class Pace:
 class Goodput:
     """goodput, expected: shares of what is committed without faults; expected is 1 - what the faults took by themselves (from
     each to its island's next inner step, and the steps that no committed slot holds). downtime_s: island-seconds by kind of
-    fault. uncommitted_s: of inner steps. gap_s: longest pause between inner steps of islands that nothing had befallen, while
-    something had befallen another, by kind. problems: of digests and losses."""
+    fault. uncommitted_s: of inner steps. stall_s: island-seconds that waited for exchanges, those of the faults included.
+    gap_s: longest pause between inner steps of islands that nothing had befallen, while something had befallen another, by
+    kind. problems: of digests and losses."""
 
     wall_s: float
     committed: int
@@ -56,6 +59,7 @@ class Goodput:
     goodput: float
     expected: float
     uncommitted_s: float
+    stall_s: float = 0.0
     downtime_s: dict[str, float] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
     gap_s: dict[str, float] = field(default_factory=dict)
@@ -111,7 +115,7 @@ def measure(
     for fault in faults:
         if fault.island is None or not fault.stops:
             continue
-        seconds = _downtime(events[fault.island], fault, ended)
+        seconds = _downtime(events[fault.island], fault, began, ended, paces[fault.island].step_s)
         downtime[fault.kind] += seconds
         lost_tokens += seconds / paces[fault.island].step_s * paces[fault.island].tokens
     rate = sum(pace.tokens / pace.step_s for pace in paces.values())
@@ -126,6 +130,12 @@ def measure(
         committed / possible if possible else 0.0,
         1 - (lost_tokens + uncommitted) / (rate * wall_s),
         uncommitted / rate * len(paces),
+        sum(
+            float(e["stall_s"] or 0.0)
+            for own in events.values()
+            for e in own
+            if e["event"] == "round" and began < e["t"] <= ended
+        ),
         dict(downtime),
         dict(counts),
         _gaps(events, faults),
@@ -133,17 +143,21 @@ def measure(
     )
 
 
-def _downtime(events: Sequence[Event], fault: Happened, ended: float) -> float:
-    """From the fault to the first inner step after it is over; one whose trainers were stopped in the middle of a step is
-    not yet back with the step that they had begun."""
+def _downtime(events: Sequence[Event], fault: Happened, began: float, ended: float, step_s: float) -> float:
+    """Seconds without inner steps, of the pauses that begin before the fault is over (for one that ends the incarnation:
+    before the next one's first step), each less the step with which it ends. Before ``began`` and after ``ended`` nothing
+    counts."""
+    steps = [e for e in events if e["event"] == "inner" and e["t"] <= ended]
     before = {e["incarnation"] for e in events if e["t"] <= fault.t}
-    for event in events:
-        if event["event"] != "inner" or event["t"] <= fault.t or event["t"] > ended:
-            continue
-        fresh = event["incarnation"] not in before
-        if fresh if fault.kind in ("kill", "walltime") else event["t"] >= min(fault.until, ended):
-            return max(0.0, float(event["t"]) - fault.t)
-    return ended - fault.t
+    over = min(fault.until, ended)
+    if fault.kind in ENDS:
+        over = next((float(e["t"]) for e in steps if e["incarnation"] not in before), ended)
+    times = [float(e["t"]) for e in steps] + [ended]
+    seconds = 0.0
+    for earlier, later in itertools.pairwise([began, *(t for t in times if t > began)]):
+        if later > fault.t and earlier < over:
+            seconds += max(0.0, later - max(earlier, fault.t) - step_s)
+    return seconds
 
 
 def _gaps(events: Mapping[int, Sequence[Event]], faults: Sequence[Happened]) -> dict[str, float]:

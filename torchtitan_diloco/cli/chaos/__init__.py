@@ -116,8 +116,12 @@ def _print(console: Console, found: Goodput, chaos: Chaos, plan: Plan) -> None:
     console.print(
         f"seed {plan.seed} | {found.wall_s:.0f} s | goodput {found.goodput:.1%}: {found.committed:,} tokens in committed "
         f"slots of {found.possible:,} without faults; {found.expected:.1%} is what the faults left by themselves (inner "
-        f"steps that no slot holds: {found.uncommitted_s:.1f} island-seconds)"
+        f"steps that no slot holds: {found.uncommitted_s:.1f} island-seconds) | waited for exchanges: {found.stall_s:.1f} s"
     )
+    if found.wall_s < plan.duration_s:
+        console.print(
+            f"the run was over {plan.duration_s - found.wall_s:.0f} s before the plan's end: raise training.steps"
+        )
     if chaos.left_over:
         console.print(f"{chaos.left_over} faults found no moment: their islands were not back from others")
     for problem in found.problems:

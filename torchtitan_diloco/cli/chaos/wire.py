@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,17 +30,30 @@ class Wire:
         except OSError:
             writer.close()
             return
+        both = (writer, far_writer)
         async with asyncio.TaskGroup() as pumps:
-            pumps.create_task(self._pump(reader, far_writer, "up"))
-            pumps.create_task(self._pump(far_reader, writer, "down"))
+            pumps.create_task(self._pump(reader, far_writer, "up", both))
+            pumps.create_task(self._pump(far_reader, writer, "down", both))
+        for end in both:
+            end.close()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: str) -> None:
-        with suppress(OSError):
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        way: str,
+        both: tuple[asyncio.StreamWriter, ...],
+    ) -> None:
+        """An end of one way is passed on, and the other goes on; a reset ends both."""
+        try:
             while piece := await source.read(PIECE):
                 await self._pass_on(len(piece), way)
                 sink.write(piece)
                 await sink.drain()
-        sink.close()
+            sink.write_eof()
+        except OSError:
+            for end in both:
+                end.close()
 
     async def _pass_on(self, nbytes: int, way: str) -> None:
         if not self.is_slow:
