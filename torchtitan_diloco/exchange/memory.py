@@ -93,12 +93,20 @@ class MemoryNet:
 
     # ---- membership ------------------------------------------------------------------------------------------------
 
-    def renew(self, delay: float = 0.05) -> None:
-        """Everybody present learns of a new epoch, one after the other."""
-        members = tuple(self.nodes[island].me for island in sorted(self.nodes))
+    def renew(self, by: Member | None = None, delay: float = 0.05) -> None:
+        """Everybody present learns of a new epoch, one after the other. by: who has asked for it."""
+        members = self.present()
         epoch = Epoch(f"epoch-{next(self._epochs)}", members)
         for i, member in enumerate(members):
             self.at(delay * (1 + i), partial(self._enter, member, epoch))
+
+    def present(self) -> tuple[Member, ...]:
+        """Whom the next epoch holds."""
+        return tuple(self.nodes[island].me for island in sorted(self.nodes))
+
+    def within_reach(self, me: Member) -> "list[MemoryTransport]":
+        """Of whom ``me`` can take state."""
+        return [node for node in self.nodes.values() if node.me != me]
 
     def _enter(self, member: Member, epoch: Epoch) -> None:
         node = self.nodes.get(member.island)
@@ -214,7 +222,7 @@ class MemoryTransport(Transport):
         return joined
 
     def _others(self) -> list["MemoryTransport"]:
-        return [node for node in self.net.nodes.values() if node.me != self.me]
+        return self.net.within_reach(self.me)
 
     def heal(self, state: OuterState) -> Joined:
         return self._take(state, whole=False)
@@ -297,7 +305,7 @@ class MemoryTransport(Transport):
             elif isinstance(effect, Abandon):
                 self.net.abandon(self.me, effect.attempt)
             elif isinstance(effect, Renew):
-                self.net.renew()
+                self.net.renew(self.me)
             elif isinstance(effect, Finished):
                 sent, received = self.traffic.close(effect.outcome.slot)
                 self.outcomes[effect.outcome.slot] = replace(

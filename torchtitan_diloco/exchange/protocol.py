@@ -115,6 +115,19 @@ class SlotProtocol:
         told = self._tell(offer, Confirm(attempt[1], attempt[0], None, reason))
         return [*told, *self._void(offer, reason)]
 
+    def lost_touch(self, reason: str) -> list[Effect]:
+        """This island was frozen or cut off for so long that the others may have gone on without it.
+
+        Their confirmations from before may still come: what it has not confirmed is left, the rest is asked after."""
+        effects: list[Effect] = []
+        for offer in list(self.offers.values()):
+            if offer.phase in (Phase.CONFIRM, Phase.RESOLVE):
+                effects += self._resolve(offer)
+            elif offer.epoch is not None:
+                left = Confirm(offer.epoch.id, offer.slot, None, reason)
+                effects += [*self._tell(offer, left), *self._void(offer, reason)]
+        return effects
+
     def withdraw(self) -> list[Effect]:
         """Give up the open slots because this island is about to leave; those it has confirmed must still be settled."""
         effects: list[Effect] = []
@@ -247,14 +260,10 @@ class SlotProtocol:
             return self._void(offer, f"given up by island {sender.island}")
         if offer.epoch is None or message.epoch != offer.epoch.id:
             return []
-        if offer.phase is Phase.HEADERS and message.status == "void":
-            # Only ever asked of one that is past the slot.
-            reason = f"island {sender.island} is past it and does not remember it"
-            return self._finish(Outcome(offer.slot, "behind", reason=reason))
-        if offer.phase is Phase.HEADERS and message.status == "committed":
-            # By a roll that left this island out.
-            reason = f"committed without us by island {sender.island}"
-            return self._finish(Outcome(offer.slot, "behind", reason=reason))
+        if offer.phase is Phase.HEADERS and message.status in ("void", "committed"):
+            # Only ever asked of one that is past the slot; committed by a roll that left this island out.
+            how = "past it and does not remember it" if message.status == "void" else "past it without us"
+            return self._finish(Outcome(offer.slot, "behind", reason=f"island {sender.island} is {how}"))
         if offer.phase not in (Phase.CONFIRM, Phase.RESOLVE):
             return []
         if message.status == "committed":

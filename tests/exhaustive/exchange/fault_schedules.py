@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol, TypeVar
 
 from tests.exhaustive.exchange.simulation import FP32, LOSSY, USUAL_S, Simulation
 from torchtitan_diloco.exchange.memory import Boundary, Fate
@@ -136,7 +137,14 @@ def drawn_with_owners(seed: int) -> Schedule:
     return Schedule(islands, 5, fragments, rng.randrange(fragments), faults, seed, more=1, lossy=True)
 
 
-def error_of(schedule: Schedule) -> Exception | None:
+class Runnable(Protocol):
+    def run(self, note: Callable[[str], None] = ...) -> object: ...
+
+
+R = TypeVar("R", bound=Runnable)
+
+
+def error_of(schedule: Runnable) -> Exception | None:
     try:
         schedule.run()
     except Exception as error:  # noqa: BLE001 - whatever goes wrong is to be made smaller
@@ -161,22 +169,22 @@ def smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield replace(schedule, slots=schedule.slots - 1)
 
 
-def shrunk(schedule: Schedule, seconds: float = 60.0) -> Schedule:
-    """A schedule that fails as well, none of whose ``smaller`` ones does; or as far as that goes in the time."""
+def shrunk(schedule: R, seconds: float = 60.0, less: Callable[[R], Iterator[R]] = smaller) -> R:  # type: ignore[assignment]
+    """A schedule that fails as well, none of which ``less`` makes of it does; or as far as that goes in the time."""
     end = time.monotonic() + seconds
-    candidates = smaller(schedule)
+    candidates = less(schedule)
     while time.monotonic() < end:
         candidate = next(candidates, None)
         if candidate is None:
             break
         if error_of(candidate) is not None:
-            schedule, candidates = candidate, smaller(candidate)
+            schedule, candidates = candidate, less(candidate)
     return schedule
 
 
-def explain(schedule: Schedule) -> str:
+def explain(schedule: R, less: Callable[[R], Iterator[R]] = smaller) -> str:  # type: ignore[assignment]
     """The smallest schedule found that fails like it, and its faults in words."""
-    small = shrunk(schedule)
+    small = shrunk(schedule, less=less)
     happened: list[str] = []
     try:
         small.run(happened.append)

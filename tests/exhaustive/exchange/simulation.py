@@ -80,7 +80,7 @@ class Actor:
 
     def window(self) -> None:
         """Inner steps are done: apply what is due (waiting for it if need be), then send the next slot's fragment."""
-        if not self.alive() or self.healing:
+        if not self.alive() or self.healing or self.sim.leaves(self.island):
             return
         due = self.sent and (len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots)
         if due:
@@ -121,7 +121,8 @@ class Actor:
     def poll(self) -> None:
         if not self.sent or not self.alive() or self.healing:
             return
-        waits = len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots
+        leaves = self.sim.leaves(self.island)
+        waits = leaves or len(self.sent) > self.sim.overlap or self.next_slot >= self.sim.slots
         if not waits:
             return
         outcome = self.transport.result(next(iter(self.sent)), 0)
@@ -148,10 +149,17 @@ class Actor:
             self.sim.account.commit(parent, committed.lineage, outcome, self.merged.pop(outcome.slot))
             self.sim.commits.setdefault(outcome.slot, self.sim.net.now)
             self.steps[fragment] = 0
+            self.sim.applied(self, outcome.slot, fragment)
         elif outcome.status == "failed" and not taken:
             self.state.fail(outcome.slot)
+        elif leaves:
+            return  # it takes what it has missed when it is back
         else:
-            self.heal(outcome.slot)
+            self.healing = True
+            if self.sim.heal_s:
+                self.sim.net.at(self.sim.heal_s, partial(self.heal, outcome.slot))
+            else:
+                self.heal(outcome.slot)
             return
         self.go_on()
 
@@ -201,6 +209,9 @@ class Simulation:
     A window is as many slots as there are fragments.
     """
 
+    heal_s = 0.0
+    """How long it takes to have the state of another island."""
+
     def __init__(
         self,
         islands: int,
@@ -216,7 +227,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.slots, self.fragments, self.overlap, self.more = slots, fragments, overlap, more
         self.script = script or (lambda boundary: Fate())
-        self.net = MemoryNet(self.fate)
+        self.net = self.network()
         self.account = Account(lost=0.0 if codec == FP32 else LOST)
         self.calm = 0.0  # when the last fault was over
         self.quiet = 0.0  # and whoever had crashed was back, and missed before
@@ -227,6 +238,24 @@ class Simulation:
         for island in range(islands):
             self.start(island)
         self.net.on_crash = self.crashed
+
+    def network(self) -> MemoryNet:
+        return MemoryNet(self.fate)
+
+    def beginning(self, island: int) -> OuterState:
+        """What the island comes with."""
+        return founded(self.fragments)
+
+    def leaves(self, island: int) -> bool:
+        """Whether it is about to leave in good order: it begins nothing any more."""
+        return False
+
+    def applied(self, actor: Actor, slot: int, fragment: int) -> None:
+        """An island has committed a slot and taken its outer step."""
+
+    def outside(self, actor: Actor, fragment: int) -> bool:
+        """Whether what it holds of the fragment may be a history of its own."""
+        return False
 
     def fate(self, boundary: Boundary) -> Fate:
         fate = self.script(boundary)
@@ -251,7 +280,7 @@ class Simulation:
             return
         self.incarnations += 1
         self.quiet = max(self.quiet, self.net.now)
-        state = founded(self.fragments)
+        state = self.beginning(island)
         wire = Wire(self.codec, MergeConfig(), state.fragments, "run", island, self.islands)
         transport = MemoryTransport(merge=wire.merge, net=self.net)
         hello = Hello(island, f"{self.incarnations:05d}", 0.0, "run", 0, {}, 0)
@@ -283,9 +312,11 @@ class Simulation:
     def check(self) -> None:
         """No two living islands have ever held different bits for one version of a fragment, or residuals of one slice."""
         living = [a for i, a in self.actors.items() if self.net.nodes.get(i) is a.transport]
-        incarnations = {actor.incarnation for actor in living}
-        for actor in living:
-            for f, state in enumerate(actor.state.states):
+        for f in range(self.fragments):
+            within = [actor for actor in living if not self.outside(actor, f)]
+            incarnations = {actor.incarnation for actor in within}
+            for actor in within:
+                state = actor.state.states[f]
                 self.account.hold(f, state.version, state.digest, actor.incarnation, incarnations)
         owned: dict[tuple[int, str], int] = {}
         for actor in living:
