@@ -21,6 +21,7 @@ from torchtitan_diloco.outer.policy import Member
 CHUNK = 1 << 20  # bytes in one message: small enough to be paced, large enough to cost no time by itself
 SMALL = 256 << 10  # bytes; a part is not cut into smaller messages so that every stream gets some
 AHEAD = 4  # messages handed to gloo for each connection, so that it never runs dry
+CUT_S = 1.0  # from an abandoned attempt to the end of its connections: who is alive has left it by then
 AT_ONCE = timedelta(milliseconds=1)  # the shortest wait: 0 means the time-out of the group
 
 
@@ -55,6 +56,11 @@ def _arrived(receives: Iterable[tuple[tuple[int, int], Any, int]]) -> int:
     return total
 
 
+def _end(groups: list[Any]) -> None:
+    for group in groups:
+        group.cut()
+
+
 class GlooBulk:
     """Lets the members of an attempt send each of the others a part: of an all-gather, or slices and what becomes of them.
 
@@ -80,6 +86,7 @@ class GlooBulk:
         self._between: dict[int, tuple[tuple[int, str], list[Any]]] = {}
         self._latest: dict[int, tuple[int, str]] = {}
         self._abandoned: set[tuple[int, str]] = set()
+        self._under_way: dict[tuple[int, str], list[Any]] = {}  # the groups of attempts that a thread is in
         self._store, self.address = serve_store(host, 0, self._timeout)
 
     def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:
@@ -89,8 +96,12 @@ class GlooBulk:
         """
         if bulk.members == (me,):
             return {me.island: bulk.sends[0]}
-        groups = self._begin(me, bulk, store)
-        parts = self._send(groups, me, bulk)
+        try:
+            groups = self._begin(me, bulk, store)
+            self._under_way[bulk.attempt] = groups
+            parts = self._send(groups, me, bulk)
+        finally:
+            self._under_way.pop(bulk.attempt, None)
         if self._latest[bulk.fragment] == bulk.attempt:  # else given up long ago, and another has the lane
             if bulk.stage == "slices":
                 self._between[bulk.fragment] = (bulk.attempt, groups)
@@ -116,6 +127,7 @@ class GlooBulk:
     def _configured(self, prefix: str, me: Member, bulk: Bulk) -> list[Any]:
         """New groups, made side by side: one after another, each would cost a long link ten round trips more."""
         groups = [self._group_class(timeout=self._timeout) for _ in range(self._streams)]
+        self._under_way[bulk.attempt] = groups
         errors: list[RuntimeError] = []
 
         def configure(stream: int) -> None:
@@ -166,9 +178,9 @@ class GlooBulk:
             for number, pieces in enumerate(zip_longest(*(self._cut(sends[rank]) for rank in others))):
                 going = [(rank, p) for rank, p in zip(others, pieces, strict=True) if p is not None]
                 size = sum(piece.nbytes for _, piece in going)
+                self._bucket.take(size)  # which may take seconds, so what has happened meanwhile counts
                 if bulk.attempt in self._abandoned:
                     raise RuntimeError("given up")
-                self._bucket.take(size)
                 self._traffic.add(slot, sent=size)
                 group = groups[number % len(groups)]
                 under_way += [group.send([piece], rank, 0) for rank, piece in going]
@@ -185,8 +197,21 @@ class GlooBulk:
         return parts
 
     def abandon(self, attempt: tuple[int, str]) -> None:
-        """Send nothing more of it: its successor needs the link. Its connections close with its thread, here and there."""
+        """Send nothing more of it: its successor needs the link. A little later nobody can: its connections are cut.
+
+        A member that is frozen, or cut off, would keep this island's thread and buffers for the whole time-out otherwise,
+        and go on sending when it is back.
+        """
         self._abandoned.add(attempt)
+        if attempt in self._under_way:
+            timer = threading.Timer(CUT_S, _end, [self._under_way[attempt]])
+            timer.daemon = True
+            timer.start()
+
+    def interrupt(self) -> None:
+        """End all that is under way, at once."""
+        for groups in list(self._under_way.values()):
+            _end(groups)
 
     def settled(self, slot: int) -> None:
         """No attempt at the slot will come any more."""

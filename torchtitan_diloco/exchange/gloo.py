@@ -22,6 +22,7 @@ from torchtitan_diloco.exchange.entry import Entry
 from torchtitan_diloco.exchange.membership import Membership, Peer, epoch_of
 from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
+from torchtitan_diloco.exchange.pulse import Pulse
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header, Member
@@ -72,6 +73,7 @@ class GlooTransport(Transport):
         self._departed: set[int] = set()  # those of them that have said goodbye
         self._server: ControlServer | None = None
         self._members: Membership | None = None
+        self._pulse = Pulse(lighthouse.heartbeat_timeout_s, self._stood_still)
 
     def join(self, hello: Hello, state: OuterState) -> Joined:
         self._hello = hello
@@ -98,6 +100,7 @@ class GlooTransport(Transport):
         )  # fmt: skip
         self._members.start(REACH_S)
         threading.Thread(target=self._run, daemon=True, name="exchange").start()
+        self._pulse.start()
 
         self._entry = Entry(
             hello, self._members, self._lighthouse.patience_s, self._stop, self._adopted, self._note
@@ -213,6 +216,19 @@ class GlooTransport(Transport):
             event = effect = None  # type: ignore[assignment]  # they hold payloads, and the next may take a second
             self._note_waiting()
 
+    def _stood_still(self, seconds: float) -> None:
+        self._interrupt(f"this island stood still for {seconds:.1f} s")
+
+    def _interrupt(self, why: str) -> None:
+        """The others have gone on without this island: what it was sending is of no use, and comes in their way."""
+        logger.warning("%s; what it was exchanging is given up", why)
+        self._bulk.interrupt()
+        self._events.put(partial(self._leave_bulk, why))
+
+    def _leave_bulk(self, why: str) -> list[Effect]:
+        attempts = [(o.slot, o.epoch.id) for o in self._protocol.offers.values() if o.epoch is not None]
+        return [effect for attempt in attempts for effect in self._protocol.bulk_failed(attempt, why)]
+
     def _note_waiting(self) -> None:
         waited = self._protocol.waiting_for()
         if waited is None:
@@ -231,7 +247,7 @@ class GlooTransport(Transport):
         elif isinstance(effect, Bulk):
             threading.Thread(target=self._carry, args=(effect,), daemon=True, name="bulk").start()
         elif isinstance(effect, Abandon):
-            # Its thread ends before its next message, with its connections or with its time-out; what it brings is ignored.
+            # Its thread ends before its next message, or with its connections; what it brings is ignored.
             self._bulk.abandon(effect.attempt)
         elif isinstance(effect, Renew):
             self._members.renew()
@@ -300,6 +316,7 @@ class GlooTransport(Transport):
                 self._linger()
             self._members.close("lost" if reason == "failure" else "left")
         self._left = True
+        self._pulse.stop()
         if self._server is not None:
             self._outbox.close()
             self._server.close()
