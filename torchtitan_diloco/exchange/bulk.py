@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -74,13 +74,21 @@ class GlooBulk:
     """
 
     def __init__(
-        self, host: str, timeout_s: float, max_rate: float, traffic: Traffic, streams: int = 1
+        self,
+        host: str,
+        timeout_s: float,
+        max_rate: float,
+        traffic: Traffic,
+        streams: int = 1,
+        stood_still: Callable[[], bool] = lambda: False,
     ) -> None:
+        """stood_still: whether this process was frozen until now for so long that the others have gone on without it."""
         self._group_class = make_group_class(host)
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._traffic = traffic
         self._streams = streams
+        self._stood_still = stood_still
         # By lane: slot that used the groups last, epoch, groups; attempt that has a stage to come, groups; latest attempt.
         self._kept: dict[int, tuple[int, str, list[Any]]] = {}
         self._between: dict[int, tuple[tuple[int, str], list[Any]]] = {}
@@ -96,12 +104,14 @@ class GlooBulk:
         """
         if bulk.members == (me,):
             return {me.island: bulk.sends[0]}
+        self._under_way[bulk.attempt] = []
         try:
             groups = self._begin(me, bulk, store)
             self._under_way[bulk.attempt] = groups
             parts = self._send(groups, me, bulk)
         finally:
-            self._under_way.pop(bulk.attempt, None)
+            del self._under_way[bulk.attempt]
+            self._abandoned.discard(bulk.attempt)
         if self._latest[bulk.fragment] == bulk.attempt:  # else given up long ago, and another has the lane
             if bulk.stage == "slices":
                 self._between[bulk.fragment] = (bulk.attempt, groups)
@@ -179,7 +189,7 @@ class GlooBulk:
                 going = [(rank, p) for rank, p in zip(others, pieces, strict=True) if p is not None]
                 size = sum(piece.nbytes for _, piece in going)
                 self._bucket.take(size)  # which may take seconds, so what has happened meanwhile counts
-                if bulk.attempt in self._abandoned:
+                if bulk.attempt in self._abandoned or self._stood_still():
                     raise RuntimeError("given up")
                 self._traffic.add(slot, sent=size)
                 group = groups[number % len(groups)]
@@ -214,8 +224,8 @@ class GlooBulk:
             _end(groups)
 
     def settled(self, slot: int) -> None:
-        """No attempt at the slot will come any more."""
-        self._abandoned = {attempt for attempt in self._abandoned if attempt[0] != slot}
+        """No attempt at the slot will come any more; a thread that is still in one has yet to see that it was given up."""
+        self._abandoned -= {a for a in self._abandoned if a[0] == slot and a not in self._under_way}
 
     def failed(self, slot: int) -> None:
         """The slot will not commit: to some members its group may be broken, so nobody uses it again."""

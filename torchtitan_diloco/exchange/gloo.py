@@ -52,12 +52,14 @@ class GlooTransport(Transport):
         self._host = advertised(island.advertise, lighthouse.address)
         self._merge = merge
         self._traffic = Traffic()
+        self._pulse = Pulse(lighthouse.heartbeat_timeout_s, self._stood_still)
         self._bulk = GlooBulk(
             self._host,
             transport.exchange_timeout_s,
             transport.max_rate * 1e6 / 8,
             self._traffic,
             transport.streams or 1,
+            self._pulse.stopped,
         )
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}
@@ -73,7 +75,6 @@ class GlooTransport(Transport):
         self._departed: set[int] = set()  # those of them that have said goodbye
         self._server: ControlServer | None = None
         self._members: Membership | None = None
-        self._pulse = Pulse(lighthouse.heartbeat_timeout_s, self._stood_still)
 
     def join(self, hello: Hello, state: OuterState) -> Joined:
         self._hello = hello

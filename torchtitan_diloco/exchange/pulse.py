@@ -22,6 +22,7 @@ class Pulse:
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._limit_s, self._on_gap, self._clock = limit_s, on_gap, clock
+        self._at = float("inf")  # of the last beat
         self._stop = threading.Event()
         self._wait = wait or self._stop.wait
 
@@ -29,12 +30,16 @@ class Pulse:
         threading.Thread(target=self.run, daemon=True, name="pulse").start()
 
     def run(self) -> None:
-        before = self._clock()
+        self._at = self._clock()
         while not self._wait(BEAT_S):
             now = self._clock()
-            if now - before >= self._limit_s:
-                self._on_gap(now - before)
-            before = now
+            if now - self._at >= self._limit_s:
+                self._on_gap(now - self._at)
+            self._at = now
+
+    def stopped(self) -> bool:
+        """Whether it is that long since the last beat: whoever runs again first need not wait until the pulse does."""
+        return self._clock() - self._at >= self._limit_s
 
     def stop(self) -> None:
         self._stop.set()
