@@ -143,9 +143,7 @@ def main() -> None:
     from torchtitan_diloco.process import die_with_parent
 
     die_with_parent()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S"
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
@@ -172,13 +170,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: drain.request("SIGTERM"))
     own = Path(order.folder) / f"island-{order.island}"
     trace.state("running")
-    step = restored = 0
+    step = 0
     saved = own / SAVED
     if saved.exists():
         description = json.loads(saved.read_text())
         tensors = torch.load(own / "saved.pt", weights_only=True)
         model.load_state_dict(tensors.pop("model"))
-        step = restored = description.pop("step")
+        step = description.pop("step")
         method.restore(description, tensors)
     watch_traffic(method, own / "traffic.json")
     finished = False

@@ -86,7 +86,8 @@ class LighthouseConfig:
     quorum_interval_s: float = 0.2
     """Time between two quorum requests of an island."""
     patience_s: float = 600.0
-    """How long an island waits for the Lighthouse or its peers, at founding and at join, before it gives up."""
+    """How long an island waits for its peers or the hub, at founding and at join, before it gives up; and for how long it
+    trains on, over gloo, after the Lighthouse has gone silent, before it saves and ends resumable."""
 
 
 @dataclass(kw_only=True, slots=True)

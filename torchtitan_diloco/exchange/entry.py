@@ -191,7 +191,7 @@ class Entry:
                 return peers
             why = f"islands present: {', '.join(str(p.island) for p in peers) or 'none'}"
             if membership.lost_since is not None:
-                why += f"; the Lighthouse at {membership.address} does not answer"
+                why += f"; lighthouse.address = {membership.address} does not answer"
             self._note(Waiting(what, since, why))
             if self._stop.is_set():
                 raise Resumable(f"stopped while waiting for {what}")

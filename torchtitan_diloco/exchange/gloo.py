@@ -13,13 +13,13 @@ import torch
 
 from torchtitan_diloco.address import advertised
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
 from torchtitan_diloco.exchange.bulk import GlooBulk
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, ControlServer, Outbox
 from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.entry import Entry
-from torchtitan_diloco.exchange.membership import Membership, Peer, epoch_of
+from torchtitan_diloco.exchange.membership import CONNECT_S, Membership, Peer, epoch_of
 from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.pulse import Pulse
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # what may have been lost is said again this often
 LINGER_S = 60.0  # how long a finished island stays for one that was lost and may be back soon
+SETTLE_S = 10.0  # how long an island that gives up waits for the outcome of a slot that it has confirmed
 REACH_S = 10.0  # how long the Lighthouse may take to answer at the start
 
 
@@ -70,6 +71,8 @@ class GlooTransport(Transport):
         self._waiting: Waiting | None = None
         self._offered: dict[int, float] = {}
         self._left = False
+        self._gave_up: float | None = None
+        self._cut_off = False
         self._slot = 0
         self._known: set[int] = set()  # islands that have been members
         self._departed: set[int] = set()  # those of them that have said goodbye
@@ -98,6 +101,8 @@ class GlooTransport(Transport):
             heartbeat_interval_s=self._lighthouse.heartbeat_interval_s,
             quorum_interval_s=self._lighthouse.quorum_interval_s,
             on_change=self._see,
+            hold_s=self._lighthouse.heartbeat_timeout_s + CONNECT_S,
+            on_return=self._lighthouse_is_back,
         )  # fmt: skip
         self._members.start(REACH_S)
         threading.Thread(target=self._run, daemon=True, name="exchange").start()
@@ -140,11 +145,31 @@ class GlooTransport(Transport):
         self._events.put(partial(self._protocol.offer, header, payload, outer_step))
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
+        self._require_lighthouse()
+        gave_up = self._gave_up is not None and time.monotonic() - self._gave_up > SETTLE_S
+        if gave_up and slot not in self._outcomes:
+            # To the others this island is one that crashed here; when it is back it learns what has become of it.
+            return Outcome(slot, "withdrawn", reason="without a Lighthouse its outcome cannot be known")
         with self._news:
             self._news.wait_for(lambda: slot in self._outcomes or self._fault is not None, timeout=timeout_s)
             if self._fault is not None:
                 raise RuntimeError(f"the exchange thread has ended: {self._fault}") from self._fault
             return self._outcomes.pop(slot, None)
+
+    def _require_lighthouse(self) -> None:
+        """Raises Resumable, once, when the Lighthouse has been away for as long as this island has patience.
+
+        Until then slots go on among those who were members; but nobody can come back, and nobody's death is seen.
+        """
+        lost_since = self._members.lost_since if self._members is not None else None
+        patience_s = self._lighthouse.patience_s
+        if lost_since is None or self._gave_up is not None or time.time() - lost_since < patience_s:
+            return
+        self._gave_up = time.monotonic()
+        raise Resumable(
+            f"lighthouse.address = {self._lighthouse.address}: no Lighthouse has answered there for {patience_s:g} s "
+            "(lighthouse.patience_s); start one there, then this island again"
+        )
 
     def _finished(self, outcome: Outcome) -> None:
         sent, received = self._traffic.close(outcome.slot)
@@ -182,7 +207,17 @@ class GlooTransport(Transport):
     def _receive(self, sender: Member, message: Message) -> list[Effect]:
         return self._protocol.receive(sender, message)
 
+    def _lighthouse_is_back(self, seconds: float) -> None:
+        assert self._members is not None
+        if seconds >= self._lighthouse.heartbeat_timeout_s:
+            self._cut_off = True
+            self._members.renew()  # if it was this island that was away, the epoch before is not to come again
+
     def _see(self, peers: list[Peer]) -> None:
+        if self._cut_off:
+            self._cut_off = False
+            if any(p.phase == "ready" and p.slot > self._slot for p in peers):
+                self._interrupt("this island was cut off, and the others have gone on")
         self._known |= {p.island for p in peers if p.phase == "ready"}
         present = {p.island: p.phase == "left" for p in peers}
         self._departed = {i for i in self._departed if present.get(i, True)} | {

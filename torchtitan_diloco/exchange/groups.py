@@ -1,6 +1,7 @@
 """TorchFT's reconfigurable gloo group on the address that peers dial."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def group_on(
     gloo: Any = dist.ProcessGroupGloo  # its options are not typed
     options = gloo._Options()
     options._timeout = timeout
-    make = lambda: gloo.create_device(hostname=host)
+    make = partial(gloo.create_device, hostname=host)
     options._devices = [links.listen(make) if links else make()]
     if links:
         links.tell(store, rank)

@@ -2,55 +2,26 @@
 
 import itertools
 import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.gateway_process import GatewayProcess, Order, gateways, until
-from tests.helpers.wan import emulated_wan, needs_root, running
+from tests.helpers.lighthouse_process import HEARTBEAT_S, LighthouseProcess
+from tests.helpers.wan import emulated_wan, needs_root
 
 EXCHANGE_TIMEOUT_S = 30.0
-HEARTBEAT_S = 1.5
 SLACK_S = 3.0  # what noticing costs beyond it: quorums, a busy machine
 RATE = 16.0  # Mbit/s: the payload takes some two seconds
 SIZE = 1_000_000
 
 
-@contextmanager
-def lighthouse_process(
-    folder: Path, bind: str = "127.0.0.1:0", prefix: Sequence[str] = ()
-) -> Iterator[str]:
-    """A Lighthouse as users start it; its port."""
-    port_file = folder / "lighthouse-port"
-    port_file.unlink(missing_ok=True)
-    command = [
-        *prefix, sys.executable, "-m", "torchtitan_diloco", "lighthouse", "--bind", bind, "--port-file", str(port_file),
-        "--join-timeout-ms", "500", "--quorum-tick-ms", "50", "--heartbeat-timeout-ms", str(int(1000 * HEARTBEAT_S)),
-    ]  # fmt: skip
-    with running(command, folder / "lighthouse.log") as process:
-        until("a Lighthouse", lambda: port_file.exists() or process.poll() is not None, 30)
-        assert process.poll() is None, (folder / "lighthouse.log").read_text()
-        yield port_file.read_text().strip()
-
-
-def settings(address: str) -> dict[str, Any]:
-    return {
-        "address": address,
-        "heartbeat_interval_s": 0.2,
-        "heartbeat_timeout_s": HEARTBEAT_S,
-        "quorum_interval_s": 0.1,
-        "patience_s": 60.0,
-    }
-
-
-def order(folder: Path, island: int, islands: int, address: str, **more: Any) -> Order:
+def order(folder: Path, island: int, islands: int, lighthouse: LighthouseProcess, **more: Any) -> Order:
     return Order(
-        folder=str(folder), island=island, islands=islands, settings=settings(address), size=SIZE, rate=RATE,
+        folder=str(folder), island=island, islands=islands, settings=lighthouse.settings(), size=SIZE, rate=RATE,
         exchange_timeout_s=EXCHANGE_TIMEOUT_S, **more,
     )  # fmt: skip
 
@@ -86,7 +57,11 @@ def back_with_the_same_bits(everybody: Sequence[GatewayProcess], since: int) -> 
 
     def common() -> list[int]:
         full = [
-            {e["round"] for e in g.rounds() if len(e["participants"]) == len(everybody) and e["round"] > since}
+            {
+                e["round"]
+                for e in g.rounds()
+                if len(e["participants"]) == len(everybody) and e["round"] > since
+            }
             for g in everybody
         ]
         return sorted(set.intersection(*full))
@@ -102,12 +77,12 @@ def transfer_s(rate: float = RATE, others: int = 1) -> float:
 
 
 @pytest.mark.parametrize("islands", [2, 3])
-def test_fr39_a_peer_killed_in_the_middle_of_the_bulk_costs_a_heartbeat_window(
+def test_fr_39_a_peer_killed_in_the_middle_of_the_bulk_costs_a_heartbeat_window(
     tmp_path: Path, islands: int
 ) -> None:
-    with lighthouse_process(tmp_path) as port:
-        address = f"http://127.0.0.1:{port}"
-        with gateways([GatewayProcess(order(tmp_path, i, islands, address)) for i in range(islands)]) as all_:
+    with LighthouseProcess(tmp_path) as lighthouse:
+        orders = [order(tmp_path, i, islands, lighthouse) for i in range(islands)]
+        with gateways([GatewayProcess(o) for o in orders]) as all_:
             *others, victim = all_
             slot = in_the_middle_of_a_bulk(victim)
             victim.kill()
@@ -120,13 +95,13 @@ def test_fr39_a_peer_killed_in_the_middle_of_the_bulk_costs_a_heartbeat_window(
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_fr39_a_frozen_peer_costs_a_heartbeat_window_sends_nothing_more_and_comes_back(
+def test_fr_39_a_frozen_peer_costs_a_heartbeat_window_sends_nothing_more_and_comes_back(
     tmp_path: Path, frozen: int
 ) -> None:
     """Island 0 is also the one that serves the store through which gloo's groups meet."""
-    with lighthouse_process(tmp_path) as port:
-        address = f"http://127.0.0.1:{port}"
-        with gateways([GatewayProcess(order(tmp_path, i, 3, address)) for i in range(3)]) as all_:
+    with LighthouseProcess(tmp_path) as lighthouse:
+        orders = [order(tmp_path, i, 3, lighthouse) for i in range(3)]
+        with gateways([GatewayProcess(o) for o in orders]) as all_:
             victim = all_[frozen]
             others = [g for g in all_ if g is not victim]
             slot = in_the_middle_of_a_bulk(victim)
@@ -146,13 +121,12 @@ def test_fr39_a_frozen_peer_costs_a_heartbeat_window_sends_nothing_more_and_come
 
 
 @needs_root
-def test_fr39_a_peer_behind_a_cut_link_costs_a_heartbeat_window_and_comes_back(tmp_path: Path) -> None:
+def test_fr_39_a_peer_behind_a_cut_link_costs_a_heartbeat_window_and_comes_back(tmp_path: Path) -> None:
     """Of two islands at sites of their own, with the Lighthouse at the first one's; a cut link is silent."""
     with emulated_wan().Wan(sites=2) as wan:
         place = wan.command(0, [])
-        with lighthouse_process(tmp_path, f"{wan.address(0)}:0", place) as port:
-            address = f"http://{wan.address(0)}:{port}"
-            orders = [order(tmp_path, i, 2, address, advertise=wan.address(i)) for i in range(2)]
+        with LighthouseProcess(tmp_path, wan.address(0), place) as lighthouse:
+            orders = [order(tmp_path, i, 2, lighthouse, advertise=wan.address(i)) for i in range(2)]
             with gateways([GatewayProcess(o, wan.command(o.island, [])) for o in orders]) as all_:
                 near, far = all_
                 slot = in_the_middle_of_a_bulk(far)
@@ -160,9 +134,8 @@ def test_fr39_a_peer_behind_a_cut_link_costs_a_heartbeat_window_and_comes_back(t
                 took = settled_without([near], far, slot, time.time())
                 assert max(took) < HEARTBEAT_S + SLACK_S, took
                 until("the next slot", lambda: near.rounds()[-1]["round"] > slot, 20)
-                assert max(e["round"] for e in far.rounds()) < slot  # nobody goes on alone who sees no Lighthouse
+                # Nobody goes on alone who sees no Lighthouse.
+                assert max(e["round"] for e in far.rounds()) < slot
                 time.sleep(3.0)
                 wan.set(0.0, 0.0)
                 back_with_the_same_bits(all_, slot)
-
-
