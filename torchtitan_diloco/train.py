@@ -17,6 +17,7 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.lease import Held, Lease
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 from torchtitan_diloco.observe.reading import read_state
+from torchtitan_diloco.observe.stacks import StackWriter
 from torchtitan_diloco.process import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_torchrun(arguments)
         resolved = loaded
         lease = hold(loaded)
+        StackWriter(Path(island_folder(loaded.config)), int(os.environ["RANK"])).start()
         find_lighthouse(loaded)
         from torchtitan_diloco.configure import trainer_config
 

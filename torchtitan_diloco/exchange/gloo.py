@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -187,7 +187,9 @@ class GlooTransport(Transport):
         self._events.put(self._protocol.withdraw)
 
     def waiting(self) -> Waiting | None:
-        return self._waiting
+        if (waiting := self._waiting) is None:
+            return None
+        return waiting.more(self._traffic.progress(waiting.slot) or self._entry.progress())
 
     def _deliver(self, sender: Member, message: Message) -> None:
         self._events.put(partial(self._receive, sender, message))
@@ -270,9 +272,18 @@ class GlooTransport(Transport):
         if waited is None:
             return
         offer, islands = waited
-        target = "islands " + ", ".join(map(str, islands)) if islands else "membership"
-        since = self._waiting.since if self._waiting and self._waiting.target == target else time.time()
-        self._waiting = Waiting(target, since, f"{offer.phase.value} of slot {offer.slot}")
+        target = tuple(islands) or "membership"
+        before = self._waiting
+        since = (
+            before.since if before and (before.target, before.slot) == (target, offer.slot) else time.time()
+        )
+        self._waiting = Waiting(target, since, f"{offer.phase.value} of slot {offer.slot}", offer.slot)
+        self._waiting = self._waiting.more(self._addresses(islands))
+
+    def _addresses(self, islands: Collection[int]) -> str:
+        """Where these are dialled."""
+        assert self._members is not None
+        return ", ".join(f"island {p.island} is {p.url}" for p in self._members.peers if p.island in islands)
 
     def _perform(self, effect: Effect) -> None:
         assert self._members is not None
@@ -281,6 +292,7 @@ class GlooTransport(Transport):
             if url is not None:
                 self._outbox.send(effect.to, url, effect.message)
         elif isinstance(effect, Bulk):
+            self._traffic.expect(effect.attempt[0], sum(effect.traffic(self._me)))
             threading.Thread(target=self._carry, args=(effect,), daemon=True, name="bulk").start()
         elif isinstance(effect, Abandon):
             # Its thread ends before its next message, or with its connections; what it brings is ignored.
@@ -316,7 +328,7 @@ class GlooTransport(Transport):
     def _linger(self) -> None:
         """At the end of the run, stay for an island that has just been lost: it can only finish with this state."""
         assert self._members is not None
-        deadline = time.monotonic() + LINGER_S
+        deadline, began = time.monotonic() + LINGER_S, time.time()
         said = False
         while time.monotonic() < deadline and not self._stop.is_set():
             if not (behind := self._behind(self._known)):
@@ -329,7 +341,7 @@ class GlooTransport(Transport):
                     LINGER_S,
                     behind,
                 )
-            self._note(Waiting(f"islands {behind}", deadline - LINGER_S, "they have not finished"))
+            self._note(Waiting(tuple(behind), began, "they have not finished"))
             time.sleep(0.1)
 
     def _behind(self, expected: set[int]) -> list[int]:
