@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torchtitan_diloco.config.load import Resolved, load_config, take_config_file
 from torchtitan_diloco.config.reach import await_lighthouse
+from torchtitan_diloco.config.timeouts import timeouts
 from torchtitan_diloco.config.translate import island_folder
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.lease import Held, Lease
@@ -143,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         lease = hold(loaded)
         StackWriter(Path(island_folder(loaded.config)), int(os.environ["RANK"])).start()
         find_lighthouse(loaded)
+        if lease is not None:
+            say("\n  ".join(["time-outs:", *timeouts(loaded.config)]))
         from torchtitan_diloco.configure import trainer_config
 
         train(trainer_config(resolved))

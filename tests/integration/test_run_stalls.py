@@ -27,4 +27,7 @@ def test_fr_66_touching_dump_in_an_islands_folder_writes_the_stacks_of_each_of_i
         for path in written:
             training = path.read_text().partition("thread MainThread:")[2].partition("\nthread ")[0]
             assert "torchtitan_diloco/train.py" in training and "Trainer.train" in training
+        assert (
+            run.logs().count("time-outs:\n  lighthouse.heartbeat_timeout_s = 3 s: silence of an island") == 1
+        )
         assert run.process.poll() is None and not run.events(0, "drain"), "it trains on"
