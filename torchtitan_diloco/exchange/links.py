@@ -22,7 +22,13 @@ _making = threading.Lock()
 @contextmanager
 def _held(descriptor: int) -> Iterator[socket.socket]:
     """A socket of this process under a descriptor of our own, which its owner cannot give to another file meanwhile."""
-    with socket.socket(fileno=os.dup(descriptor)) as held:
+    copy = os.dup(descriptor)
+    try:
+        held = socket.socket(fileno=copy)
+    except OSError:  # no socket
+        os.close(copy)
+        raise
+    with held:
         yield held
 
 
