@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 
 from torchtitan_diloco.config.load import Resolved, load_config, take_config_file
 from torchtitan_diloco.config.reach import await_lighthouse
+from torchtitan_diloco.config.timeouts import timeouts
 from torchtitan_diloco.config.translate import island_folder
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.lease import Held, Lease
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 from torchtitan_diloco.observe.reading import read_state
+from torchtitan_diloco.observe.stacks import StackWriter
 from torchtitan_diloco.process import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -140,7 +142,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_torchrun(arguments)
         resolved = loaded
         lease = hold(loaded)
+        StackWriter(Path(island_folder(loaded.config)), int(os.environ["RANK"])).start()
         find_lighthouse(loaded)
+        if lease is not None:
+            say("\n  ".join(["time-outs:", *timeouts(loaded.config)]))
         from torchtitan_diloco.configure import trainer_config
 
         train(trainer_config(resolved))

@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Check]] = {
     },
     "consensus": {"round": WHOLE, "js": maybe(NUMBER), "l2": maybe(NUMBER), "cosine": maybe(NUMBER)},
     "checkpoint": {"path": TEXT, "seconds": SECONDS, "durable": FLAG},
-    "waiting": {"for": TEXT, "since": SECONDS, "why": TEXT},
+    "waiting": {"for": lambda v: TEXT(v) or (bool(v) and each(WHOLE)(v)), "since": SECONDS, "why": TEXT},
     "drain": {"reason": TEXT, "phase": TEXT, "deadline": maybe(SECONDS)},
     "leave": {"reason": TEXT},
     "error": {"kind": TEXT, "message": TEXT},

@@ -25,6 +25,7 @@ def method_of(
     steps: int = 1000,
     sync_every: int | None = None,
     incarnation: str = "first",
+    started: float = 0.0,
     run_id: str = "run",
     dump: bool = False,
 ) -> DiLoCo:
@@ -38,7 +39,7 @@ def method_of(
             sync_every=sync_every,
             island=island,
             incarnation=incarnation,
-            started=0.0,
+            started=started,
             run_id=run_id,
             group=group,
             parameters=IslandParameters([model], group),

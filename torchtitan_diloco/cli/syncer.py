@@ -83,14 +83,20 @@ def warn_of_readers(host: str, cert: str, url: str) -> None:
 
 def serve(config: RunConfig, port_file: Path | None) -> None:
     from torchtitan_diloco.hub.access import Access
-    from torchtitan_diloco.hub.hub import Rules
+    from torchtitan_diloco.hub.rules import HOUR_S, WINDOWS, Rules
     from torchtitan_diloco.hub.server import HubServer
     from torchtitan_diloco.hub.store import Fenced
     from torchtitan_diloco.hub.tokens import read_tokens
     from torchtitan_diloco.hub.worker_process import Crewed
 
     host, _, port = config.syncer.bind.rpartition(":")
-    rules = Rules(config.syncer.heartbeat_timeout_s, config.syncer.hang_timeout_s, config.syncer.wait_s)
+    wait_s = config.syncer.wait_s
+    rules = Rules(
+        config.syncer.heartbeat_timeout_s,
+        config.syncer.hang_timeout_s,
+        HOUR_S if wait_s is None else wait_s,
+        WINDOWS if wait_s is None else 0.0,
+    )
     tokens, cert = config.syncer.tokens, config.syncer.cert
     server = HubServer(
         host.strip("[]"),

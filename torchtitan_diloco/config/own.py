@@ -86,7 +86,8 @@ class LighthouseConfig:
     quorum_interval_s: float = 0.2
     """Time between two quorum requests of an island."""
     patience_s: float = 600.0
-    """How long an island waits for the Lighthouse or its peers, at founding and at join, before it gives up."""
+    """How long an island waits for its peers or the hub, at founding and at join, before it gives up; and for how long it
+    trains on, over gloo, after the Lighthouse has gone silent, before it saves and ends resumable."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,8 +137,9 @@ class SyncerConfig:
     """Silence after which an island is gone, and its slots go on without it."""
     hang_timeout_s: float = 600.0
     """Time without life in an island's training loop after which it counts as gone, however well it beats."""
-    wait_s: float = 3600.0
-    """From the first island that is ready for a slot until the slot goes on without those that are not."""
+    wait_s: float | None = None
+    """From the first island that is ready for a slot until the slot goes on without those that are not; absent = an hour, or
+    two windows of the slowest of these (H x its measured step time), whichever is longer."""
     spools: list[str] = field(default_factory=list)
     """Folders, mirrored from and to the `transport.dir` of islands with `transport.kind = "spool"`."""
     spool_timeout_s: float = 86400.0

@@ -338,6 +338,12 @@ RULES: tuple[Rule, ...] = (
         lambda beat, silence: beat < silence,
         "({0} s) must be less than lighthouse.heartbeat_timeout_s ({1} s)",
     ),
+    _rule(
+        "lighthouse.heartbeat_timeout_s transport.exchange_timeout_s transport.kind semi_sync.method",
+        lambda silence, exchange, kind, method: kind != "gloo" or method == "none" or silence < exchange,
+        "({0:g} s) must be less than transport.exchange_timeout_s ({1:g} s): exchanges would fail, again and again, "
+        "before the island that they fail for is gone; lower it or raise the other",
+    ),
 )
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -21,6 +21,7 @@ from torchtitan_diloco.outer.policy import Member
 CHUNK = 1 << 20  # bytes in one message: small enough to be paced, large enough to cost no time by itself
 SMALL = 256 << 10  # bytes; a part is not cut into smaller messages so that every stream gets some
 AHEAD = 4  # messages handed to gloo for each connection, so that it never runs dry
+CUT_S = 1.0  # from an abandoned attempt to the end of its connections: who is alive has left it by then
 AT_ONCE = timedelta(milliseconds=1)  # the shortest wait: 0 means the time-out of the group
 
 
@@ -55,6 +56,11 @@ def _arrived(receives: Iterable[tuple[tuple[int, int], Any, int]]) -> int:
     return total
 
 
+def _end(groups: list[Any]) -> None:
+    for group in groups:
+        group.cut()
+
+
 class GlooBulk:
     """Lets the members of an attempt send each of the others a part: of an all-gather, or slices and what becomes of them.
 
@@ -68,18 +74,27 @@ class GlooBulk:
     """
 
     def __init__(
-        self, host: str, timeout_s: float, max_rate: float, traffic: Traffic, streams: int = 1
+        self,
+        host: str,
+        timeout_s: float,
+        max_rate: float,
+        traffic: Traffic,
+        streams: int = 1,
+        stood_still: Callable[[], bool] = lambda: False,
     ) -> None:
+        """stood_still: whether this process was frozen until now for so long that the others have gone on without it."""
         self._group_class = make_group_class(host)
         self._timeout = timedelta(seconds=timeout_s)
         self._bucket = TokenBucket(max_rate)
         self._traffic = traffic
         self._streams = streams
+        self._stood_still = stood_still
         # By lane: slot that used the groups last, epoch, groups; attempt that has a stage to come, groups; latest attempt.
         self._kept: dict[int, tuple[int, str, list[Any]]] = {}
         self._between: dict[int, tuple[tuple[int, str], list[Any]]] = {}
         self._latest: dict[int, tuple[int, str]] = {}
         self._abandoned: set[tuple[int, str]] = set()
+        self._under_way: dict[tuple[int, str], list[Any]] = {}  # the groups of attempts that a thread is in
         self._store, self.address = serve_store(host, 0, self._timeout)
 
     def exchange(self, me: Member, bulk: Bulk, store: str) -> dict[int, torch.Tensor]:
@@ -89,8 +104,14 @@ class GlooBulk:
         """
         if bulk.members == (me,):
             return {me.island: bulk.sends[0]}
-        groups = self._begin(me, bulk, store)
-        parts = self._send(groups, me, bulk)
+        self._under_way[bulk.attempt] = []
+        try:
+            groups = self._begin(me, bulk, store)
+            self._under_way[bulk.attempt] = groups
+            parts = self._send(groups, me, bulk)
+        finally:
+            del self._under_way[bulk.attempt]
+            self._abandoned.discard(bulk.attempt)
         if self._latest[bulk.fragment] == bulk.attempt:  # else given up long ago, and another has the lane
             if bulk.stage == "slices":
                 self._between[bulk.fragment] = (bulk.attempt, groups)
@@ -116,6 +137,7 @@ class GlooBulk:
     def _configured(self, prefix: str, me: Member, bulk: Bulk) -> list[Any]:
         """New groups, made side by side: one after another, each would cost a long link ten round trips more."""
         groups = [self._group_class(timeout=self._timeout) for _ in range(self._streams)]
+        self._under_way[bulk.attempt] = groups
         errors: list[RuntimeError] = []
 
         def configure(stream: int) -> None:
@@ -166,9 +188,9 @@ class GlooBulk:
             for number, pieces in enumerate(zip_longest(*(self._cut(sends[rank]) for rank in others))):
                 going = [(rank, p) for rank, p in zip(others, pieces, strict=True) if p is not None]
                 size = sum(piece.nbytes for _, piece in going)
-                if bulk.attempt in self._abandoned:
+                self._bucket.take(size)  # which may take seconds, so what has happened meanwhile counts
+                if bulk.attempt in self._abandoned or self._stood_still():
                     raise RuntimeError("given up")
-                self._bucket.take(size)
                 self._traffic.add(slot, sent=size)
                 group = groups[number % len(groups)]
                 under_way += [group.send([piece], rank, 0) for rank, piece in going]
@@ -185,12 +207,25 @@ class GlooBulk:
         return parts
 
     def abandon(self, attempt: tuple[int, str]) -> None:
-        """Send nothing more of it: its successor needs the link. Its connections close with its thread, here and there."""
+        """Send nothing more of it: its successor needs the link. A little later nobody can: its connections are cut.
+
+        A member that is frozen, or cut off, would keep this island's thread and buffers for the whole time-out otherwise,
+        and go on sending when it is back.
+        """
         self._abandoned.add(attempt)
+        if attempt in self._under_way:
+            timer = threading.Timer(CUT_S, _end, [self._under_way[attempt]])
+            timer.daemon = True
+            timer.start()
+
+    def interrupt(self) -> None:
+        """End all that is under way, at once."""
+        for groups in list(self._under_way.values()):
+            _end(groups)
 
     def settled(self, slot: int) -> None:
-        """No attempt at the slot will come any more."""
-        self._abandoned = {attempt for attempt in self._abandoned if attempt[0] != slot}
+        """No attempt at the slot will come any more; a thread that is still in one has yet to see that it was given up."""
+        self._abandoned -= {a for a in self._abandoned if a[0] == slot and a not in self._under_way}
 
     def failed(self, slot: int) -> None:
         """The slot will not commit: to some members its group may be broken, so nobody uses it again."""

@@ -92,7 +92,8 @@ class Entry:
         while self._first_slot() > state.slot or any(p.slot > state.slot for p in self._others()):
             later = self._take(state, whole=True)
             if later is None or not later.heals:
-                self._pause(Waiting("the others", since, "a slot began before this island came"))
+                others = tuple(p.island for p in self._others()) or "the others"
+                self._pause(Waiting(others, since, "a slot began before this island came"))
             if later is not None:
                 joined = Joined(later.step, joined.heals + later.heals)
         self._note(None)
@@ -110,15 +111,18 @@ class Entry:
 
     def _pause(self, waiting: Waiting) -> None:
         self._note(waiting)
-        what = f"{waiting.target}: {waiting.why}"
         if self._stop.wait(LOOK_S):
-            raise Resumable(f"stopped while waiting for {what}")
+            raise Resumable(f"stopped while waiting for {waiting}")
         if time.monotonic() > self._deadline:
-            raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {what}")
+            raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {waiting}")
 
     def _with_present(self, joined: Joined) -> Joined:
         islands = {p.island for p in holders(self._membership.peers)} | {self._hello.island}
         return replace(joined, present=tuple(sorted(islands)))
+
+    def progress(self) -> str:
+        """How far the state that is being taken has come, in words; "" while there is none."""
+        return self._taker.progress()
 
     def heal(self, state: OuterState) -> Joined:
         """Bring ``state`` up to the furthest member's; waits for one to be there."""
@@ -136,7 +140,7 @@ class Entry:
             "this island has finished; it waits, at most %g s (lighthouse.patience_s), for islands that have not",
             self._patience_s,
         )
-        self._wait("islands that have not finished", lambda peers: not behind())
+        self._wait("islands that have not finished", lambda peers: not behind(), lambda peers: behind())
         return Joined(self._hello.step)
 
     # ---- founding --------------------------------------------------------------------------------------------------
@@ -145,7 +149,9 @@ class Entry:
         """Wait until the run is there, or complete enough to found; whether others found it from this island's state."""
         count = self._hello.num_islands
         peers = self._wait(
-            f"{count} islands", lambda peers: bool(holders(peers)) or len(in_phase(peers, "joining")) >= count
+            f"{count} islands",
+            lambda peers: bool(holders(peers)) or len(in_phase(peers, "joining")) >= count,
+            lambda peers: self._missing(in_phase(peers, "joining")),
         )
         if holders(peers):
             return False
@@ -156,6 +162,7 @@ class Entry:
         self._wait(
             f"island {first.island} to found",
             lambda peers: bool(holders(peers)) or all(p.member != first.member for p in peers),
+            lambda peers: [first.island],
         )
         return False
 
@@ -171,15 +178,24 @@ class Entry:
             return None
         self._membership.update(phase="founder")
         self._wait(
-            "the other founders", lambda peers: len(in_phase(peers, "ready")) >= self._hello.num_islands - 1
+            "the other founders",
+            lambda peers: len(in_phase(peers, "ready")) >= self._hello.num_islands - 1,
+            lambda peers: self._missing(in_phase(peers, "ready")),
         )
         return Joined(self._hello.step)
 
     def _is_admitted(self, peers: View) -> bool:
         return not in_phase(peers, "founder") and self._membership.seen_as("ready")
 
-    def _wait(self, what: str, ready: Callable[[View], bool]) -> View:
-        """Wait until the membership view satisfies ``ready``."""
+    def _missing(self, here: View) -> list[int]:
+        """Of the founding islands."""
+        present = {p.island for p in here} | {self._hello.island}
+        return [island for island in range(self._hello.num_islands) if island not in present]
+
+    def _wait(
+        self, what: str, ready: Callable[[View], bool], whom: Callable[[View], list[int]] = lambda peers: []
+    ) -> View:
+        """Wait until the membership view satisfies ``ready``. whom: the islands that it depends on, where these are known."""
         since = time.time()
         membership = self._membership
         while True:
@@ -191,8 +207,11 @@ class Entry:
                 return peers
             why = f"islands present: {', '.join(str(p.island) for p in peers) or 'none'}"
             if membership.lost_since is not None:
-                why += f"; the Lighthouse at {membership.address} does not answer"
-            self._note(Waiting(what, since, why))
+                why += f"; lighthouse.address = {membership.address} does not answer"
+            islands = tuple(whom(peers))
+            self._note(
+                Waiting(islands, since, f"{why}; for {what}") if islands else Waiting(what, since, why)
+            )
             if self._stop.is_set():
                 raise Resumable(f"stopped while waiting for {what}")
             if time.monotonic() > self._deadline:
@@ -233,10 +252,12 @@ class Entry:
     def _copy(self, state: OuterState, source: Peer, whole: bool) -> Joined:
         """Make ``state`` the source's (all of it, or the fragments that are further there); only what differs travels."""
         began = time.monotonic()
+        self._note(Waiting((source.island,), time.time(), f"its state, from {source.url}"))
         with PeerClient(source.url, self._hello.run_id, PEER_TIMEOUT_S) as client:
             offered = client.state()
             received = self._taker.take(state, offered, partial(client.fetch, offered["key"]), whole)
         self._taker.done()
+        self._note(None)
         step = int(offered["step"])
         self._adopted(state, step)
         heal = Heal(source.island, received, time.monotonic() - began, max(s.version for s in state.states))

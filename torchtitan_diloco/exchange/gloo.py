@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -13,15 +13,16 @@ import torch
 
 from torchtitan_diloco.address import advertised
 from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, TransportConfig
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.attempt import Abandon, Bulk, Effect, Finished, Renew, Send
 from torchtitan_diloco.exchange.bulk import GlooBulk
 from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, ControlServer, Outbox
 from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.entry import Entry
-from torchtitan_diloco.exchange.membership import Membership, Peer, epoch_of
+from torchtitan_diloco.exchange.membership import CONNECT_S, Membership, Peer, epoch_of
 from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
+from torchtitan_diloco.exchange.pulse import Pulse
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.policy import Header, Member
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # what may have been lost is said again this often
 LINGER_S = 60.0  # how long a finished island stays for one that was lost and may be back soon
+SETTLE_S = 10.0  # how long an island that gives up waits for the outcome of a slot that it has confirmed
 REACH_S = 10.0  # how long the Lighthouse may take to answer at the start
 
 
@@ -51,12 +53,14 @@ class GlooTransport(Transport):
         self._host = advertised(island.advertise, lighthouse.address)
         self._merge = merge
         self._traffic = Traffic()
+        self._pulse = Pulse(lighthouse.heartbeat_timeout_s, self._stood_still)
         self._bulk = GlooBulk(
             self._host,
             transport.exchange_timeout_s,
             transport.max_rate * 1e6 / 8,
             self._traffic,
             transport.streams or 1,
+            self._pulse.stopped,
         )
         self._events: queue.SimpleQueue[Callable[[], list[Effect]]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}
@@ -67,6 +71,8 @@ class GlooTransport(Transport):
         self._waiting: Waiting | None = None
         self._offered: dict[int, float] = {}
         self._left = False
+        self._gave_up: float | None = None
+        self._cut_off = False
         self._slot = 0
         self._known: set[int] = set()  # islands that have been members
         self._departed: set[int] = set()  # those of them that have said goodbye
@@ -95,9 +101,12 @@ class GlooTransport(Transport):
             heartbeat_interval_s=self._lighthouse.heartbeat_interval_s,
             quorum_interval_s=self._lighthouse.quorum_interval_s,
             on_change=self._see,
+            hold_s=self._lighthouse.heartbeat_timeout_s + CONNECT_S,
+            on_return=self._lighthouse_is_back,
         )  # fmt: skip
         self._members.start(REACH_S)
         threading.Thread(target=self._run, daemon=True, name="exchange").start()
+        self._pulse.start()
 
         self._entry = Entry(
             hello, self._members, self._lighthouse.patience_s, self._stop, self._adopted, self._note
@@ -136,11 +145,31 @@ class GlooTransport(Transport):
         self._events.put(partial(self._protocol.offer, header, payload, outer_step))
 
     def result(self, slot: int, timeout_s: float) -> Outcome | None:
+        self._require_lighthouse()
+        gave_up = self._gave_up is not None and time.monotonic() - self._gave_up > SETTLE_S
+        if gave_up and slot not in self._outcomes:
+            # To the others this island is one that crashed here; when it is back it learns what has become of it.
+            return Outcome(slot, "withdrawn", reason="without a Lighthouse its outcome cannot be known")
         with self._news:
             self._news.wait_for(lambda: slot in self._outcomes or self._fault is not None, timeout=timeout_s)
             if self._fault is not None:
                 raise RuntimeError(f"the exchange thread has ended: {self._fault}") from self._fault
             return self._outcomes.pop(slot, None)
+
+    def _require_lighthouse(self) -> None:
+        """Raises Resumable, once, when the Lighthouse has been away for as long as this island has patience.
+
+        Until then slots go on among those who were members; but nobody can come back, and nobody's death is seen.
+        """
+        lost_since = self._members.lost_since if self._members is not None else None
+        patience_s = self._lighthouse.patience_s
+        if lost_since is None or self._gave_up is not None or time.time() - lost_since < patience_s:
+            return
+        self._gave_up = time.monotonic()
+        raise Resumable(
+            f"lighthouse.address = {self._lighthouse.address}: no Lighthouse has answered there for {patience_s:g} s "
+            "(lighthouse.patience_s); start one there, then this island again"
+        )
 
     def _finished(self, outcome: Outcome) -> None:
         sent, received = self._traffic.close(outcome.slot)
@@ -158,7 +187,9 @@ class GlooTransport(Transport):
         self._events.put(self._protocol.withdraw)
 
     def waiting(self) -> Waiting | None:
-        return self._waiting
+        if (waiting := self._waiting) is None:
+            return None
+        return waiting.more(self._traffic.progress(waiting.slot) or self._entry.progress())
 
     def _deliver(self, sender: Member, message: Message) -> None:
         self._events.put(partial(self._receive, sender, message))
@@ -178,7 +209,17 @@ class GlooTransport(Transport):
     def _receive(self, sender: Member, message: Message) -> list[Effect]:
         return self._protocol.receive(sender, message)
 
+    def _lighthouse_is_back(self, seconds: float) -> None:
+        assert self._members is not None
+        if seconds >= self._lighthouse.heartbeat_timeout_s:
+            self._cut_off = True
+            self._members.renew()  # if it was this island that was away, the epoch before is not to come again
+
     def _see(self, peers: list[Peer]) -> None:
+        if self._cut_off:
+            self._cut_off = False
+            if any(p.phase == "ready" and p.slot > self._slot for p in peers):
+                self._interrupt("this island was cut off, and the others have gone on")
         self._known |= {p.island for p in peers if p.phase == "ready"}
         present = {p.island: p.phase == "left" for p in peers}
         self._departed = {i for i in self._departed if present.get(i, True)} | {
@@ -213,14 +254,36 @@ class GlooTransport(Transport):
             event = effect = None  # type: ignore[assignment]  # they hold payloads, and the next may take a second
             self._note_waiting()
 
+    def _stood_still(self, seconds: float) -> None:
+        self._interrupt(f"this island stood still for {seconds:.1f} s")
+
+    def _interrupt(self, why: str) -> None:
+        """The others have gone on without this island: what it was sending is of no use, and comes in their way."""
+        logger.warning("%s; what it was exchanging is given up", why)
+        self._bulk.interrupt()
+        self._events.put(partial(self._leave_bulk, why))
+
+    def _leave_bulk(self, why: str) -> list[Effect]:
+        attempts = [(o.slot, o.epoch.id) for o in self._protocol.offers.values() if o.epoch is not None]
+        return [effect for attempt in attempts for effect in self._protocol.bulk_failed(attempt, why)]
+
     def _note_waiting(self) -> None:
         waited = self._protocol.waiting_for()
         if waited is None:
             return
         offer, islands = waited
-        target = "islands " + ", ".join(map(str, islands)) if islands else "membership"
-        since = self._waiting.since if self._waiting and self._waiting.target == target else time.time()
-        self._waiting = Waiting(target, since, f"{offer.phase.value} of slot {offer.slot}")
+        target = tuple(islands) or "membership"
+        before = self._waiting
+        since = (
+            before.since if before and (before.target, before.slot) == (target, offer.slot) else time.time()
+        )
+        self._waiting = Waiting(target, since, f"{offer.phase.value} of slot {offer.slot}", offer.slot)
+        self._waiting = self._waiting.more(self._addresses(islands))
+
+    def _addresses(self, islands: Collection[int]) -> str:
+        """Where these are dialled."""
+        assert self._members is not None
+        return ", ".join(f"island {p.island} is {p.url}" for p in self._members.peers if p.island in islands)
 
     def _perform(self, effect: Effect) -> None:
         assert self._members is not None
@@ -229,9 +292,10 @@ class GlooTransport(Transport):
             if url is not None:
                 self._outbox.send(effect.to, url, effect.message)
         elif isinstance(effect, Bulk):
+            self._traffic.expect(effect.attempt[0], sum(effect.traffic(self._me)))
             threading.Thread(target=self._carry, args=(effect,), daemon=True, name="bulk").start()
         elif isinstance(effect, Abandon):
-            # Its thread ends before its next message, with its connections or with its time-out; what it brings is ignored.
+            # Its thread ends before its next message, or with its connections; what it brings is ignored.
             self._bulk.abandon(effect.attempt)
         elif isinstance(effect, Renew):
             self._members.renew()
@@ -264,7 +328,7 @@ class GlooTransport(Transport):
     def _linger(self) -> None:
         """At the end of the run, stay for an island that has just been lost: it can only finish with this state."""
         assert self._members is not None
-        deadline = time.monotonic() + LINGER_S
+        deadline, began = time.monotonic() + LINGER_S, time.time()
         said = False
         while time.monotonic() < deadline and not self._stop.is_set():
             if not (behind := self._behind(self._known)):
@@ -277,7 +341,7 @@ class GlooTransport(Transport):
                     LINGER_S,
                     behind,
                 )
-            self._note(Waiting(f"islands {behind}", deadline - LINGER_S, "they have not finished"))
+            self._note(Waiting(tuple(behind), began, "they have not finished"))
             time.sleep(0.1)
 
     def _behind(self, expected: set[int]) -> list[int]:
@@ -300,6 +364,7 @@ class GlooTransport(Transport):
                 self._linger()
             self._members.close("lost" if reason == "failure" else "left")
         self._left = True
+        self._pulse.stop()
         if self._server is not None:
             self._outbox.close()
             self._server.close()

@@ -243,6 +243,7 @@ class HubTransport(Transport):
     def _take(self, state: OuterState, whole: bool) -> Taken:
         """Make ``state`` the hub's: all of it, or the fragments that are further there. Raises Unreachable or Refusal."""
         began = time.monotonic()
+        self._note(Waiting(f"the hub at {self._url}", time.time(), "its state"))
         offered = self._ask("GET", "/state")
         places = offered.get("at", {})
         get = lambda name, to: self._get(places.get(name) or f"/state/{offered['key']}/{name}", to)
@@ -278,7 +279,9 @@ class HubTransport(Transport):
             offer.withdrawn = True
 
     def waiting(self) -> Waiting | None:
-        return self._waiting
+        if (waiting := self._waiting) is None:
+            return None
+        return waiting.more(self._traffic.progress(waiting.slot) or self._state.progress())
 
     def _run(self, offer: Offer) -> None:
         """A slot's thread. What ends it early ends the island's training, which would wait for it for ever."""
@@ -307,10 +310,11 @@ class HubTransport(Transport):
             elif reply["status"] == "unknown":
                 reply = self._ask("POST", f"/slots/{slot}/header", offer.header.to_json())
             elif reply["status"] == "open":
-                islands = ", ".join(map(str, reply["islands"]))
-                target = f"islands {islands}" if islands else "the hub"
-                self._note(Waiting(target, since, f"{reply['phase']} of slot {slot}"))
+                target = tuple(int(i) for i in reply["islands"]) or "the hub"
+                why = f"{reply['phase']} of slot {slot}, through the hub at {self._url}"
+                self._note(Waiting(target, since, why, slot))
                 if reply["missing"]:
+                    self._traffic.expect(slot, sum(stop - start for start, stop in reply["missing"]))
                     path = reply.get("at") or f"/slots/{slot}/payload"
                     try:
                         self._put(path, offer.payload, reply["missing"], slot, of=offer.payload.nbytes)
@@ -334,6 +338,7 @@ class HubTransport(Transport):
         if record.status == "failed":
             return Outcome(slot, "failed", reason=record.reason, present=record.present)
         offer.merged = offer.merged or Upload(record.nbytes)
+        self._traffic.expect(slot, sum(stop - start for start, stop in offer.merged.missing()))
         try:
             self._get(place or f"/slots/{slot}/result", offer.merged, slot)
         except Refusal as refusal:
@@ -372,7 +377,7 @@ class HubTransport(Transport):
             try:
                 return call()
             except Unreachable as error:
-                self._note(Waiting(f"the hub at {self._link.url if self._link else '?'}", since, str(error)))
+                self._note(Waiting(f"the hub at {self._url}", since, str(error)))
                 if deadline is not None and time.monotonic() > deadline:
                     raise Resumable(
                         f"waited {self._patience_s:g} s (lighthouse.patience_s) for the hub: {error}"
@@ -411,6 +416,10 @@ class HubTransport(Transport):
         self._live()
         if self._stop.wait(seconds):
             raise Resumable("stopped while waiting for the hub")
+
+    @property
+    def _url(self) -> str:
+        return self._link.url if self._link else "?"
 
     def _note(self, waiting: Waiting | None) -> None:
         self._waiting = waiting

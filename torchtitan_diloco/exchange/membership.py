@@ -19,6 +19,8 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.messages import Epoch
 from torchtitan_diloco.outer.policy import Member
 
+CONNECT_S = 2.0  # one try to reach the Lighthouse
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,6 +74,12 @@ class Membership:
 
     Two threads: one heartbeats, one asks for quorums all the time, since an island that heartbeats without asking blocks
     the others' quorum. ``changed`` is notified at every new view.
+
+    A Lighthouse that is back after a while, or is another one, knows nobody at first. For ``hold_s`` after that a view in
+    which members of the last one are missing is not believed, or whoever asks first would go on alone.
+
+    lost_since: since when (epoch seconds) the Lighthouse has not answered a heartbeat; None when it does.
+    on_return: called when it answers again, with the seconds it did not, before the view that follows.
     """
 
     def __init__(
@@ -82,6 +90,8 @@ class Membership:
         heartbeat_interval_s: float,
         quorum_interval_s: float,
         on_change: Callable[[list[Peer]], None],
+        hold_s: float = 0.0,
+        on_return: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         try:
             from torchft.coordination import LighthouseClient
@@ -96,8 +106,15 @@ class Membership:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._quorum_interval_s = quorum_interval_s
         self._on_change = on_change
+        self._hold_s = hold_s
+        self._on_return = on_return
+        self._was_lost = False  # since the last view
+        self._hold_until: float | None = None
+        # The last quorum: its number, and who is in it.
+        self._quorum: tuple[int, frozenset[str]] = (0, frozenset())
         self._stop = threading.Event()
         self._kick = threading.Event()
+        self._changing = threading.Lock()
         self.changed = threading.Condition()
         self.peers: list[Peer] = []
         self.quorums = 0
@@ -132,12 +149,15 @@ class Membership:
 
     def update(self, **changes: Any) -> None:
         """Change what the next quorum request says of this island."""
-        self._me = replace(self._me, **changes)
+        with self._changing:
+            self._me = replace(self._me, **changes)
         self._kick.set()
 
     def renew(self) -> None:
         """Make the next epoch differ from all before."""
-        self.update(renewals=self._me.renewals + 1)
+        with self._changing:
+            self._me = replace(self._me, renewals=self._me.renewals + 1)
+        self._kick.set()
 
     def seen_as(self, phase: str) -> bool:
         """Whether the current view shows this island in ``phase``."""
@@ -162,11 +182,21 @@ class Membership:
         client = None
         while not self._stop.wait(self._heartbeat_interval_s):
             try:
-                client = client or self._client_class(self.address, connect_timeout=timedelta(seconds=2))
-                client.heartbeat(self._replica_id, timeout=timedelta(seconds=2))
-            except Exception as error:  # noqa: BLE001 - as above; the quorum thread reports that it is away
-                logger.debug("heartbeat lost: %s", error)
+                client = client or self._client_class(
+                    self.address, connect_timeout=timedelta(seconds=CONNECT_S)
+                )
+                client.heartbeat(self._replica_id, timeout=timedelta(seconds=CONNECT_S))
+            except Exception as error:  # noqa: BLE001 - as above
                 client = None
+                if self.lost_since is None:
+                    self.lost_since = time.time()
+                    logger.warning("the Lighthouse at %s does not answer: %s", self.address, error)
+                continue
+            if self.lost_since is not None:
+                seconds, self._was_lost = time.time() - self.lost_since, True
+                logger.info("the Lighthouse at %s answers again, after %.1f s", self.address, seconds)
+                self._on_return(seconds)
+                self.lost_since = None
 
     def _quorums(self) -> None:
         client = None
@@ -176,17 +206,34 @@ class Membership:
             try:
                 client = client or self._client_class(self.address, connect_timeout=timedelta(seconds=2))
                 quorum = client.quorum(self._replica_id, timedelta(seconds=10), data=data)
-            except Exception as error:  # noqa: BLE001 - as above
-                if self.lost_since is None:
-                    self.lost_since = time.time()
+            except Exception as error:  # noqa: BLE001 - as above; whether it is away is seen by the heartbeats
                 logger.debug("no quorum: %s", error)
                 client = None
                 self._stop.wait(0.5)
                 continue
-            self.lost_since = None
-            self._see([Peer(**dict(p.data)) for p in quorum.participants if p.data])
+            peers = [Peer(**dict(p.data)) for p in quorum.participants if p.data]
+            replicas = frozenset(p.replica_id for p in quorum.participants)
+            if self._is_believed(int(quorum.quorum_id), replicas, peers):
+                self._see(peers)
             self._kick.wait(self._quorum_interval_s)
             self._kick.clear()
+
+    def _is_believed(self, number: int, replicas: frozenset[str], peers: list[Peer]) -> bool:
+        """Whether nobody is missing in a quorum only because its Lighthouse has not heard of it yet."""
+        before, self._quorum = self._quorum, (number, replicas)
+        # One that has been there all the time gives every other set of replicas a higher number.
+        if self._was_lost or (number <= before[0] and replicas != before[1]):
+            self._was_lost, self._hold_until = False, time.monotonic() + self._hold_s
+        if self._hold_until is None:
+            return True
+        here = {p.island for p in peers}
+        missing = [p.island for p in self.peers if p.phase not in GONE and p.island not in here]
+        if missing and time.monotonic() < self._hold_until:
+            return False
+        if missing:
+            logger.warning("islands %s have not come back to the Lighthouse; going on without them", missing)
+        self._hold_until = None
+        return True
 
     def _see(self, peers: list[Peer]) -> None:
         view = newest([p for p in peers if p.run_id == self._me.run_id])

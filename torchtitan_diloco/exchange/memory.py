@@ -277,7 +277,12 @@ class MemoryTransport(Transport):
 
     def waiting(self) -> Waiting | None:
         waited = self.protocol.waiting_for()
-        return Waiting(f"islands {waited[1]}", self.offered, f"slot {waited[0].slot}") if waited else None
+        if waited is None:
+            return None
+        offer, islands = waited
+        why = f"{offer.phase.value} of slot {offer.slot}"
+        target = tuple(islands) or "membership"
+        return Waiting(target, self.offered, why, offer.slot).more(self.traffic.progress(offer.slot))
 
     def stop(self) -> None:
         pass
@@ -301,6 +306,7 @@ class MemoryTransport(Transport):
             if isinstance(effect, Send):
                 self.net.send(self.me, effect)
             elif isinstance(effect, Bulk):
+                self.traffic.expect(effect.attempt[0], sum(effect.traffic(self.me)))
                 self.net.bulk(self.me, effect)
             elif isinstance(effect, Abandon):
                 self.net.abandon(self.me, effect.attempt)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_diloco.exchange.traffic import Moving
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.state import OuterState, combine
 
@@ -14,10 +15,19 @@ class StateTaker:
 
     def __init__(self) -> None:
         self._coming: dict[str, Upload] = {}  # by tensor and history
+        self._moving: Moving | None = None
 
     def done(self) -> None:
         """Nothing of what has come is needed any more."""
-        self._coming = {}
+        self._coming, self._moving = {}, None
+
+    def progress(self) -> str:
+        """How far it has come, in words; "" while nothing is being taken. For another thread than the one that takes."""
+        moving = self._moving
+        if moving is None:
+            return ""
+        moving.reach(_here(self._coming))
+        return str(moving)
 
     def take(
         self, state: OuterState, offered: Mapping[str, Any], get: Callable[[str, Upload], None], whole: bool
@@ -44,11 +54,21 @@ class StateTaker:
                     tensors[name] = coming[key].data.view(torch.float32)
                     parts.append((name, coming[key]))
         self._coming = coming  # what was begun of other versions is of no use any more
+        self._moving = (
+            Moving(sum(upload.nbytes for upload in coming.values()), _here(coming)) if parts else None
+        )
         for name, upload in parts:
             get(name, upload)
+        self._moving = None
         try:
             state.restore(description, tensors)
         except ValueError:
             self._coming = {}
             raise
         return sum(upload.nbytes for upload in coming.values())
+
+
+def _here(coming: Mapping[str, Upload]) -> int:
+    """Bytes that have come."""
+    uploads = list(coming.values())
+    return sum(u.nbytes - sum(stop - start for start, stop in u.missing()) for u in uploads)

@@ -5,7 +5,7 @@ Method and transport are orthogonal: any method runs over any transport. Only th
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,11 +41,25 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """For whom or what the transport waits, and since when (epoch seconds)."""
+    """For whom or what the transport waits, and since when (epoch seconds).
 
-    target: str
+    target: numbers of islands, or what it is in words. why: what is to come, from which addresses, and how much of it has.
+    slot: the one that it is about, if any.
+    """
+
+    target: str | tuple[int, ...]
     since: float
     why: str
+    slot: int | None = None
+
+    def more(self, words: str) -> "Waiting":
+        """With this added to the reason."""
+        return replace(self, why=f"{self.why}; {words}") if words else self
+
+    def __str__(self) -> str:
+        if isinstance(self.target, str):
+            return f"{self.target}: {self.why}"
+        return f"island{'s' * (len(self.target) > 1)} {', '.join(map(str, self.target))}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -368,7 +368,9 @@ class Hub:
         if slot is None or slot.roll is not None:
             return
         unheard = self._unheard(slot)
-        if unheard and self.now() - slot.began >= self.rules.wait_s:
+        every = self.terms.settings["semi_sync.sync_every"] if self.terms else 0
+        patience_s = self.rules.patience_s(self.seats.window_s(unheard, every))
+        if unheard and self.now() - slot.began >= patience_s:
             self.seats.excuse(unheard)
             unheard = []
         if not unheard:

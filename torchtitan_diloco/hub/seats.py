@@ -174,6 +174,14 @@ class Seats:
         seats = [*self.of(Phase.MEMBER), *(s for s in self.of(Phase.JOINING) if s.founder)]
         return sorted(seat.member.island for seat in seats if seat.first <= slot and not seat.excused)
 
+    def window_s(self, islands: list[int], sync_every: int) -> float:
+        """What the slowest of them needs for so many steps of run progress; 0 while unknown.
+
+        Without those whose signs of life travel as files: they are silent for reasons of their own.
+        """
+        seats = [self._seats[island] for island in islands if island in self._seats]
+        return max((sync_every * seat.pace_s for seat in seats if seat.lease_s is None), default=0.0)
+
     def excuse(self, islands: list[int]) -> None:
         """They have held up a slot for too long; of those whose silence may last, nobody waits in the next ones."""
         for seat in (self._seats[island] for island in islands):

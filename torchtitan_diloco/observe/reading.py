@@ -277,8 +277,13 @@ def last_checkpoint(folder: str | Path) -> int | None:
 
 
 def _waiting(event: Event) -> str:
-    whom, why = event.get("for"), str(event.get("why") or "")
+    whom, why = (
+        event.get("for"),
+        str(event.get("why") or "").partition(";")[0],
+    )  # addresses and numbers come after it
     names = ", ".join(map(str, whom)) if isinstance(whom, list) else str(whom or "")
+    if isinstance(whom, list) and whom:
+        names = f"island{'s' * (len(whom) > 1)} {names}"
     return f"{names} ({why})" if names and why else names or why
 
 

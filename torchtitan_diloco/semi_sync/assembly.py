@@ -15,11 +15,12 @@ import torch
 
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.lockstep import Lockstep
+from torchtitan_diloco.exchange.transport import Waiting
 from torchtitan_diloco.island.replica import Replica
 from torchtitan_diloco.outer.account import Account
 from torchtitan_diloco.outer.meeting import Record, Verdict, meet
 from torchtitan_diloco.semi_sync.method import Setup
-from torchtitan_diloco.semi_sync.waiting import REPORT_S
+from torchtitan_diloco.semi_sync.waiting import REPORT_S, report
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +108,17 @@ class Assembly:
                     raise Resumable(f"islands {sorted(lost)} have not come within {limit_s:g} s")
                 if time.monotonic() - reported >= REPORT_S:
                     reported = time.monotonic()
-                    self._report(f"islands {sorted(lost)}", since)
+                    self._report(tuple(sorted(lost)), since)
                 time.sleep(PAUSE_S)
                 self.align()
         except (Resumable, UserError) as stopped:
             logger.warning("not waiting any longer for islands that have not finished: %s", stopped)
 
-    def _report(self, awaited: str, since: float) -> None:
+    def _report(self, awaited: str | tuple[int, ...], since: float) -> None:
         present = ", ".join(map(str, sorted(self.members))) or "none"
-        self._setup.trace.event(
-            "waiting", **{"for": awaited, "since": since, "why": f"islands present: {present}"}
-        )
+        why = f"step {self._account.step + 1}; islands present: {present}"
+        if self._group.is_gateway:
+            report(self._setup.trace, Waiting(awaited, since, why))
 
     # ---- meeting ---------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Waiting for the outside world with all ranks of an island present, so that none of them sits in a timed collective."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from torchtitan_diloco.exchange.transport import Waiting
 from torchtitan_diloco.island.drain import DrainFlag
 from torchtitan_diloco.island.group import IslandGroup
 from torchtitan_diloco.observe.events import Trace
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,7 +56,13 @@ def wait_for(
             reported = time.monotonic()
             state = waiting()
             if state is not None:
-                trace.event("waiting", **{"for": state.target, "since": state.since, "why": state.why})
+                report(trace, state)
+
+
+def report(trace: Trace, waiting: Waiting) -> None:
+    """Write down, and say, for whom the island waits."""
+    trace.event("waiting", **{"for": waiting.target, "since": waiting.since, "why": waiting.why})
+    logger.info("waiting since %.0f s for %s", time.time() - waiting.since, waiting)
 
 
 def in_background(call: Callable[..., T], *arguments: Any) -> "Future[T]":

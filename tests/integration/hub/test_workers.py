@@ -53,7 +53,7 @@ class Run:
         first, slot = self.islands[0], self.islands[0].state.slot
         first.offer(slot)
         end = time.monotonic() + 20
-        while not ((waiting := first.transport.waiting()) and waiting.target == "islands 1"):
+        while not ((waiting := first.transport.waiting()) and waiting.target == (1,)):
             assert time.monotonic() < end, waiting
             time.sleep(0.01)
         return slot

@@ -67,7 +67,7 @@ def test_the_contracted_sections_are_there() -> None:
         "syncer.save_every": 1,
         "syncer.heartbeat_timeout_s": 5.0,
         "syncer.hang_timeout_s": 600.0,
-        "syncer.wait_s": 3600.0,
+        "syncer.wait_s": None,
         "syncer.spools": [],
         "syncer.spool_timeout_s": 86400.0,
         "syncer.workers": 0,

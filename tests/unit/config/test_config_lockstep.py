@@ -12,6 +12,7 @@ from torchtitan_diloco.config.fields import get, keys, put
 from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.rules import broken_relations
 from torchtitan_diloco.config.schema import RunConfig
+from torchtitan_diloco.config.timeouts import timeouts
 from torchtitan_diloco.errors import UserError
 
 REPO = Path(__file__).parents[3]
@@ -39,6 +40,28 @@ def test_the_refusal_says_where_the_setting_is_written(tmp_path: Path) -> None:
         'FILE:3: semi_sync.overlap: (2) cannot be had with semi_sync.method = "sync", which averages gradients in every '
         "step; remove it"
     ]
+
+
+def test_fr_07_a_silence_that_outlasts_an_exchange_is_refused_and_the_time_outs_are_told(
+    tmp_path: Path,
+) -> None:
+    (found,) = problems(tmp_path, "[lighthouse]\nheartbeat_timeout_s = 90\n[semi_sync]\nnum_islands = 2\n")
+    assert found.startswith(
+        "FILE:2: lighthouse.heartbeat_timeout_s: (90 s) must be less than transport.exchange_timeout_s (90 s)"
+    )
+    config = RunConfig()
+    told = list(timeouts(config))
+    assert (
+        told[0]
+        == "lighthouse.heartbeat_timeout_s = 5 s: silence of an island until the others go on without it"
+    )
+    assert not any("syncer" in line for line in told)
+    config.transport.kind = "hub"
+    assert "syncer.wait_s = 3600 s or two measured windows: a slot's wait for islands that live" in timeouts(
+        config
+    )
+    config.semi_sync.method = "none"
+    assert list(timeouts(config)) == []
 
 
 @pytest.mark.parametrize(("key", "other"), [("train", "init"), ("init", "train")])

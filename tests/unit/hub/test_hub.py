@@ -112,6 +112,40 @@ def test_after_wait_s_a_slot_goes_on_without_the_silent_who_is_then_behind() -> 
     assert b.say(0)["status"] == "behind"
 
 
+@pytest.mark.parametrize("windows", [0.0, 2.0], ids=["as set", "derived"])
+def test_fr_07_a_slot_waits_two_windows_of_a_slow_island_but_not_for_one_that_is_gone(windows: float) -> None:
+    """An hour is less than two windows of 4 steps of 600 s."""
+    clock = Clock()
+    hub = a_hub(clock, wait_s=3600.0, windows=windows, lease_s=150.0)
+    a, b = a_run(hub)
+
+    def wait(seconds: int, *alive: Talker, step: int = 2) -> None:
+        for _ in range(seconds // 50):
+            clock.t += 50.0
+            for talker in alive:
+                talker.beat(step=step)
+            hub.tick()
+
+    wait(50, a, b, step=1)
+    wait(600, a, b, step=1)
+    b.beat(step=2)
+    a.say(0)
+    a.send(0)
+    wait(3600, a, b)
+    if not windows:
+        assert merge(hub) and a.outcome(0)["participants"] == (0,)
+        return
+    wait(1100, a, b)
+    assert not merge(hub)
+    b.say(0)
+    b.send(0)
+    assert merge(hub) and a.outcome(0)["participants"] == (0, 1)
+    a.say(1)
+    a.send(1)
+    wait(200, a)
+    assert merge(hub) and a.outcome(1)["participants"] == (0,)
+
+
 def test_slots_are_settled_in_their_order() -> None:
     hub = a_hub()
     talkers = a_run(hub)

@@ -109,8 +109,10 @@ def test_progress_is_a_step_or_a_committed_slot_not_reached_before() -> None:
 
 def test_waiting_is_shown_until_the_island_works_again() -> None:
     figures = IslandFigures()
-    figures.add([{"event": "waiting", "t": 0, "step": 0, "for": [1, 2], "since": 0, "why": "founding"}])
-    assert figures.waiting == "1, 2 (founding)"
+    figures.add(
+        [{"event": "waiting", "t": 0, "step": 0, "for": [1, 2], "since": 0, "why": "founding; so far 1 MB"}]
+    )
+    assert figures.waiting == "islands 1, 2 (founding)"
     figures.add([inner(1, 0.0)])
     assert figures.waiting == ""
 
