@@ -53,7 +53,12 @@ class GlooTransport(Transport):
         self._host = advertised(island.advertise, lighthouse.address)
         self._merge = merge
         self._traffic = Traffic()
-        self._pulse = Pulse(lighthouse.heartbeat_timeout_s, self._stood_still)
+        # Before the others can count this island as gone; they do so that long after a heartbeat it may have sent before.
+        noticed_s = max(
+            lighthouse.heartbeat_timeout_s - 2 * lighthouse.heartbeat_interval_s,
+            lighthouse.heartbeat_timeout_s / 2,
+        )
+        self._pulse = Pulse(noticed_s, self._stood_still)
         self._bulk = GlooBulk(
             self._host,
             transport.exchange_timeout_s,
@@ -73,6 +78,7 @@ class GlooTransport(Transport):
         self._left = False
         self._gave_up: float | None = None
         self._cut_off = False
+        self._away = ""  # why the others may have gone on without this island
         self._slot = 0
         self._known: set[int] = set()  # islands that have been members
         self._departed: set[int] = set()  # those of them that have said goodbye
@@ -249,6 +255,7 @@ class GlooTransport(Transport):
                 event = self._events.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 event, due = self._protocol.tick, time.monotonic() + TICK_S
+            self._notice_absence()
             for effect in event():
                 self._perform(effect)
             event = effect = None  # type: ignore[assignment]  # they hold payloads, and the next may take a second
@@ -261,11 +268,17 @@ class GlooTransport(Transport):
         """The others have gone on without this island: what it was sending is of no use, and comes in their way."""
         logger.warning("%s; what it was exchanging is given up", why)
         self._bulk.interrupt()
-        self._events.put(partial(self._leave_bulk, why))
+        self._away = why
+        self._events.put(list)
 
-    def _leave_bulk(self, why: str) -> list[Effect]:
-        attempts = [(o.slot, o.epoch.id) for o in self._protocol.offers.values() if o.epoch is not None]
-        return [effect for attempt in attempts for effect in self._protocol.bulk_failed(attempt, why)]
+    def _notice_absence(self) -> None:
+        """Before anything else, as what has come meanwhile may be about what the others have given up."""
+        while self._pulse.stopped():  # its thread is about to say so
+            time.sleep(0.01)
+        if self._away:
+            why, self._away = self._away, ""
+            for effect in self._protocol.lost_touch(why):
+                self._perform(effect)
 
     def _note_waiting(self) -> None:
         waited = self._protocol.waiting_for()

@@ -39,7 +39,7 @@ class Pulse:
 
     def stopped(self) -> bool:
         """Whether it is that long since the last beat: whoever runs again first need not wait until the pulse does."""
-        return self._clock() - self._at >= self._limit_s
+        return not self._stop.is_set() and self._clock() - self._at >= self._limit_s
 
     def stop(self) -> None:
         self._stop.set()

@@ -56,7 +56,11 @@ def test_when_all_that_were_asked_have_no_answer_that_is_said():
     threading.Timer(0.2, stuck.let_go.set).start()
     with pytest.raises(Unreachable):
         hedge.ask(stuck)
-    assert stuck.asked == ["a", "b", "c"]
+    assert stuck.asked[:3] == [
+        "a",
+        "b",
+        "c",
+    ]  # and perhaps one that was free again before the last had answered
 
 
 def test_a_refusal_is_an_answer():
