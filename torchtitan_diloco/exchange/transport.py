@@ -54,7 +54,8 @@ class Hello:
 
     started: epoch seconds at which this incarnation began; the newest of an island counts. num_islands: how many found
     the run. settings: what must agree between islands. step: where in run progress its own state stands. finished: that is
-    the end of the run, and the island is here only for those that have not got there.
+    the end of the run, and the island is here only for those that have not got there. found: how many may found it once
+    patience is over, see ``outer.founding``.
     """
 
     island: int
@@ -65,6 +66,7 @@ class Hello:
     settings: dict[str, Any]
     step: int
     finished: bool = False
+    found: str = "wait_all"
 
 
 class Transport(ABC):

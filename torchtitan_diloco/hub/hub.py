@@ -73,6 +73,7 @@ class Hub:
         if seat.phase is Phase.MEMBER:  # said a second time
             return self._offer_state(seat)
         seat.state, seat.step, seat.offered = hello.state, hello.step, False
+        seat.overdue = seat.overdue or hello.overdue
         try:
             if self.state is None:
                 return self._found(seat)
@@ -159,13 +160,13 @@ class Hub:
         self._save(at_once=True)
 
     def _found(self, seat: Seat) -> dict[str, Any]:
-        """The run's first state is that of the island with the longest history, once all are there."""
+        """The run's first state is that of the island with the longest history, once all are there, or enough of them."""
         assert self.terms is not None
-        here = self.seats.of(Phase.JOINING)
-        if len(here) < self.terms.islands:
-            present = ", ".join(str(s.member.island) for s in here)
-            return {"status": "wait", "why": f"{self.terms.islands} islands; islands present: {present}"}
-        first = max(here, key=lambda s: (s.tokens_total, int(s.state["slot"]), -s.member.island))
+        first = self.seats.founder(self.terms.islands, self.terms.found)
+        if first is None:
+            here = self.seats.of(Phase.JOINING)
+            why = f"{self.terms.islands} islands; islands present: {', '.join(str(s.member.island) for s in here)}"
+            return {"status": "wait", "why": why, "founders": len(here)}
         if first is not seat:
             return {"status": "wait", "why": f"island {first.member.island} to bring the run's state"}
         return self._adopt(seat)

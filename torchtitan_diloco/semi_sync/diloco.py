@@ -149,6 +149,7 @@ class DiLoCo(SemiSync):
             settings={**self.setup.settings, "the model's parameters": fingerprint(self.fragments)},
             step=self.clock.progress(step),
             finished=finished,
+            found=self.setup.config.found,
         )
         return self.transport.join(hello, self.outer)
 

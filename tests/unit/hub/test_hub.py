@@ -427,3 +427,26 @@ def test_while_others_are_in_the_run_nobody_changes_it() -> None:
     again = Talker(hub, 1, "b", started=2.0)
     with pytest.raises(Refusal, match=r"training.steps: 5000 here, 4000 in the run"):
         again.join(**{"training.steps": 5000})
+
+
+@pytest.mark.parametrize("found, islands, present", [("majority", 3, 2), ("any", 3, 1)])
+def test_when_an_island_has_no_patience_left_enough_of_them_found_the_run(
+    found: str, islands: int, present: int
+) -> None:
+    hub = a_hub()
+    terms = terms_of(islands, **{"semi_sync.found": found})
+    talkers = [Talker(hub, island) for island in range(present)]
+    for talker in talkers:
+        assert f"{islands} islands; islands present: " in talker.hello(terms)["why"]
+    assert talkers[-1].hello(terms, overdue=True)["status"] in ("wait", "upload")
+    assert talkers[0].join(**{"semi_sync.num_islands": islands, "semi_sync.found": found})["status"] == "take"
+    for talker in talkers:
+        talker.enter(**{"semi_sync.num_islands": islands, "semi_sync.found": found})
+    assert sorted(hub.seats.members) == list(range(present))
+
+
+def test_a_minority_does_not_found_the_run_however_long_it_waits() -> None:
+    hub = a_hub()
+    terms = terms_of(3, **{"semi_sync.found": "majority"})
+    reply = Talker(hub, 0).hello(terms, overdue=True)
+    assert reply == {"status": "wait", "why": "3 islands; islands present: 0", "founders": 1}
