@@ -23,6 +23,7 @@ from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
 from torchtitan_diloco.outer.founding import awaited, may_found
+from torchtitan_diloco.outer.history import has_more
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
 
@@ -266,7 +267,8 @@ class MemoryTransport(Transport):
         source = max(self._others(), key=lambda n: (*n.rank(), -n.me.island))
         assert source.state is not None
         mine, tensors = state.describe(), state.tensors()
-        description = source.state.describe() if whole else combine(mine, source.state.describe())
+        theirs = source.state.describe()
+        description = theirs if whole and not has_more(mine, theirs) else combine(mine, theirs)
         for i, (wanted, held) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
             if wanted != held:
                 suffix = f".{i}"

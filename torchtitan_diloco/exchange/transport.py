@@ -38,6 +38,11 @@ class Joined:
     heals: tuple[Heal, ...] = ()
     present: tuple[int, ...] = ()
 
+    def as_one_heal(self) -> Heal:
+        """Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal."""
+        size, seconds = sum(heal.bytes for heal in self.heals), sum(heal.seconds for heal in self.heals)
+        return Heal(self.heals[-1].source, size, seconds, self.heals[-1].version)
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
 from torchtitan_diloco.outer.values import whole
+from torchtitan_diloco.semi_sync.forks import keeping
 from torchtitan_diloco.semi_sync.fragments import dump, partition
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
 from torchtitan_diloco.semi_sync.share import DataShare
@@ -161,7 +162,12 @@ class DiLoCo(SemiSync):
         """Join or heal: train on from the anchors that another island has newer. Returns the step to go on from."""
         outer = self.outer
         before = [(s.digest, s.lineage) for s in outer.states] if outer else []
-        future = in_background(enter, step) if self.group.is_gateway else None
+        # A history that is not the run's is put aside.
+        future = (
+            in_background(keeping, enter, step, self.state, self.setup.trace)
+            if self.group.is_gateway
+            else None
+        )
         joined = self._wait(partial(self._look, future), self._stop_waiting)
         changed, slot = self.group.tell(
             ([i for i, s in enumerate(outer.states) if (s.digest, s.lineage) != before[i]], outer.slot)
@@ -182,14 +188,7 @@ class DiLoCo(SemiSync):
         if self.hand_over or enter == self._enter:
             self.data.enter(outer, joined.present, healed=bool(changed))
         if joined.heals:
-            # Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal.
-            self.setup.trace.event(
-                "heal",
-                source=joined.heals[-1].source,
-                bytes=sum(heal.bytes for heal in joined.heals),
-                seconds=sum(heal.seconds for heal in joined.heals),
-                version=joined.heals[-1].version,
-            )
+            self.setup.trace.event("heal", **asdict(joined.as_one_heal()))
         return self.clock.own_step(joined.step) if changed else step
 
     def _look(self, future: Future[Joined] | None) -> Joined | None:
