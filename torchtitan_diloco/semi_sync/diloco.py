@@ -325,13 +325,9 @@ class DiLoCo(SemiSync):
         elif outcome.status == "withdrawn":
             self.withdrawn = True
             self.next_slot = min(self.next_slot, flight.slot)
-        elif not self.group.tell(flight.finite):
-            # Failed, and not finite. Only such state is thrown away: kept, it would fail every slot to come.
-            self.parameters.scatter(
-                self.fragments[index], self.outer.states[index].anchor if self.outer else None
-            )
-            self.steps[index] = self.tokens[index] = 0
-            if self.hand_over:
+        if outcome.status in ("committed", "failed") and not self.group.tell(flight.finite):
+            self._throw_away()
+            if self.hand_over and outcome.status == "failed":
                 self.data.discard(self.outer)
         if self.hand_over:
             self.data.settle(self.outer, outcome)
@@ -339,6 +335,14 @@ class DiLoCo(SemiSync):
             self._trace_round(outcome, index, flight.stall_s + time.monotonic() - began)
         self._require_hope(outcome.reason)
         return step
+
+    def _throw_away(self) -> None:
+        """This island's state is not finite. Only such is thrown away, but all of it: what stayed would spoil the rest."""
+        for i, fragment in enumerate(self.fragments):
+            self.parameters.scatter(fragment, self.outer.states[i].anchor if self.outer else None)
+            self.steps[i] = self.tokens[i] = 0
+        if self.setup.replica is not None:
+            self.setup.replica.drop_moments()
 
     def _require_hope(self, reason: str) -> None:
         """Whatever keeps slots from committing, GPU hours are not spent on it for ever."""
