@@ -82,6 +82,9 @@ class Entry:
         joined: Joined | None = None
         while joined is None:
             joined = self._found() if self._is_founder() else self._take(state, whole=True)
+        self._adopted(
+            state, joined.step
+        )  # from here on it answers for the slots before this state, and for no others
         self._membership.update(phase="ready")
         self._wait("admission", self._is_admitted)
         # The others ask again only when they have taken in the view that shows us: the next quorum proves they have.

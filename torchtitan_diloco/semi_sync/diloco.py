@@ -162,7 +162,6 @@ class DiLoCo(SemiSync):
         """Join or heal: train on from the anchors that another island has newer. Returns the step to go on from."""
         outer = self.outer
         before = [(s.digest, s.lineage) for s in outer.states] if outer else []
-        # A history that is not the run's is put aside.
         future = (
             in_background(keeping, enter, step, self.state, self.setup.trace)
             if self.group.is_gateway
@@ -184,7 +183,8 @@ class DiLoCo(SemiSync):
             if self.group.is_gateway:
                 self.wire.settle(flight.fragment, flight.slot, committed=False, counted=False)
         buffers.release()  # a heal needs more of them at once than slots do
-        self.next_slot = max(self.next_slot, slot)
+        # An island that joins may come from slots that the run, in another history, has yet to attempt.
+        self.next_slot = slot if enter == self._enter else max(self.next_slot, slot)
         if self.hand_over or enter == self._enter:
             self.data.enter(outer, joined.present, healed=bool(changed))
         if joined.heals:

@@ -4,15 +4,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.histories import Learner, go_on, network
 from tests.integration.exchange.conftest import serve
 from tests.integration.exchange.test_gloo_founding import with_history
 from tests.integration.exchange.test_gloo_transport import Gateway, leave, together
-from torchtitan_diloco.config.own import LighthouseConfig
+from torchtitan_diloco.checkpoint.manager import read_outer
+from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, SemiSyncConfig, TransportConfig
 from torchtitan_diloco.errors import Resumable
+from torchtitan_diloco.exchange.gloo import GlooTransport
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.outer.history import have_parted
 from torchtitan_diloco.outer.state import OuterState
@@ -81,3 +85,44 @@ def test_fr_37_when_islands_meet_that_have_gone_on_apart_all_take_the_history_wi
         gateway.offer(1.0)
     assert {o.participants for o in (a.settle(), newcomer.settle())} == {(0, 1)}
     leave(a, newcomer)
+
+
+@pytest.mark.parametrize("tokens, loser", [(1000, 0), (1, 1)], ids=["newcomer-has-more", "run-has-more"])
+def test_over_real_sockets_the_loser_keeps_its_history_and_names_it(
+    tokens: int, loser: int, lighthouse: LighthouseConfig, tmp_path: Path
+) -> None:
+    """Island 0 founds the run alone and trains on; island 1 comes with a history of its own."""
+    config = SemiSyncConfig(sync_every=1, num_islands=2, found="any")
+    impatient = replace(lighthouse, patience_s=1.0)
+
+    def learner(island: int, place: LighthouseConfig) -> Learner:
+        made = Learner(island, tmp_path, network(), config=config, value=float(island))
+        gloo = lambda merge: GlooTransport(IslandConfig(id=island), place, TransportConfig(), merge)
+        made.method.setup.make_transport = gloo
+        return made
+
+    a = learner(0, impatient)
+    a.join()
+    a.train(3)
+    b = learner(1, lighthouse)
+    state = b.fresh()
+    go_on(state, 4, tokens, islands=(1,))
+    b.restore(state)
+    lost = [a.outer.copy(), state]
+    with ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(b.join)
+        joining.result(timeout=30)
+        ends = [pool.submit(island.train, 12) for island in (a, b)]
+        for end in ends:
+            end.result(timeout=60)
+    assert a.outer.describe() == b.outer.describe()
+    assert a.events("round")[-1]["participants"] == [0, 1]
+    keeper, winner = (a, b)[loser], (a, b)[1 - loser]
+    (folder,) = keeper.forks()
+    saved = read_outer(folder)
+    assert saved is not None and saved[0]["outer"] == lost[loser].describe()
+    (event,) = keeper.events("error")
+    assert event["kind"] == "fork" and str(folder) in event["message"]
+    assert winner.forks() == winner.events("error") == []
+    for island in (a, b):
+        island.method.leave("drain")

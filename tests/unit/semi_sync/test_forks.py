@@ -39,9 +39,13 @@ def assert_put_aside(loser: Learner, lost: OuterState) -> None:
     assert event_schema.problems([event]) == []
 
 
-@pytest.mark.parametrize("durable, wins", [(1000, "A"), (940, "B")])
+@pytest.mark.parametrize(
+    "durable, each, wins",
+    [(1000, 20, "A"), (940, 20, "B"), (1010, 1, "B")],
+    ids=["A", "B", "B-with-fewer-slots"],
+)
 def test_b_goes_on_from_slot_900_while_a_which_was_further_is_away(
-    durable: int, wins: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    durable: int, each: int, wins: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A is queued; until slot 1001 B trains alone, so its slots hold half the tokens that theirs had together."""
     turns = network()
@@ -57,7 +61,7 @@ def test_b_goes_on_from_slot_900_while_a_which_was_further_is_away(
 
     a = Learner(0, tmp_path, turns, incarnation="second")
     theirs = common.copy()
-    go_on(theirs, durable - 900, tokens=20)
+    go_on(theirs, durable - 900, tokens=each)
     a.restore(theirs)
     a.join()
     turns.net.run(1.0)
