@@ -163,7 +163,7 @@ class DiLoCo(SemiSync):
         outer = self.outer
         before = [(s.digest, s.lineage) for s in outer.states] if outer else []
         future = (
-            in_background(keeping, enter, step, self.state, self.setup.trace)
+            in_background(keeping, enter, step, outer, self.state, self.setup.trace)
             if self.group.is_gateway
             else None
         )

@@ -14,6 +14,7 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.exchange.transport import Joined
 from torchtitan_diloco.observe.events import Trace
 from torchtitan_diloco.outer.history import have_parted, tokens_of
+from torchtitan_diloco.outer.state import OuterState
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,20 @@ Saved = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 """As a method's ``state`` gives it."""
 
 
-def keeping(enter: Callable[[int], Joined], step: int, state: Callable[[], Saved], trace: Trace) -> Joined:
-    """``enter(step)``, which may put another island's state in the place of this one's. state: what the island holds now."""
-    before = state()
-    if tokens_of(before[0]["outer"]) == 0:  # nothing to keep, so no memory is held for it
-        del before
+def keeping(
+    enter: Callable[[int], Joined],
+    step: int,
+    outer: OuterState | None,
+    state: Callable[[], Saved],
+    trace: Trace,
+) -> Joined:
+    """``enter(step)``, which may make ``outer`` another island's state. state: all that the island holds now."""
+    assert outer is not None
+    if outer.tokens_total == 0:  # there is nothing to keep, and no memory is held for it
         return enter(step)
+    before = state()
     joined = enter(step)
-    put_aside(before, state()[0]["outer"], trace)
+    put_aside(before, outer.describe(), trace)
     return joined
 
 
