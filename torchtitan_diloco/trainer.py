@@ -192,7 +192,7 @@ class DiLoCoTrainer(Trainer):
         self.drained = True
         self.method.pause()
         if self.step > 0 and not self.checkpointer.save_for_drain(self.step):  # type: ignore[attr-defined]
-            reason += "; nothing saved, since checkpoint.enable is off or checkpoint.load_only on"
+            reason += "; nothing saved: checkpoint.enable off, its load_only on, or weights not finite"
         self.trace.state("resume", reason)
 
     def _trace_checkpoint(self, path: str, seconds: float) -> None:

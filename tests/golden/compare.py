@@ -215,6 +215,7 @@ def check_checkpoint(island: int, folder: Path, results: list[Result], outer: Ou
             "digest": last[f].digest,
             "lineage": last[f].lineage,
             "tokens": sum(result.tokens for result in results if result.fragment == f),
+            "trail": "".join(result.lineage[:8] for result in results if result.fragment == f)[-8 * 512 :],
         }
         for f in range(fragments)
     ]

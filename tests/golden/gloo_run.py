@@ -33,8 +33,11 @@ def run_gloo(
     *,
     timeout_s: float,
     environments: Mapping[int, Mapping[str, str]] | None = None,
+    worker: str = "tests.golden.gloo_worker",
 ) -> None:
     """Do all runs, one after the other, in one set of processes. environments: by process, on top of ours.
+
+    worker: the module that each process runs.
 
     Raises AssertionError, with the output of a process, when one fails or the time is up.
     """
@@ -58,7 +61,7 @@ def run_gloo(
         for process in processes:
             log = cleanup.enter_context(open(folder / f"process-{process}.log", "wb"))
             children[process] = subprocess.Popen(
-                [sys.executable, "-m", "tests.golden.gloo_worker", str(file), str(process)],
+                [sys.executable, "-m", worker, str(file), str(process)],
                 cwd=REPO,
                 env={**os.environ, **(environments or {}).get(process, {})},
                 stdout=log,

@@ -73,6 +73,7 @@ class HubIsland:
     transport_config: TransportConfig | None = None
     transport_class: type[HubTransport] = HubTransport
     patience_s: float = 60.0
+    found: str = "wait_all"
     steps: int = 4000
     state: OuterState = field(init=False)
     statuses: list[tuple[int, str]] = field(default_factory=list)
@@ -96,7 +97,10 @@ class HubIsland:
     def join(self) -> Joined:
         hello = Hello(
             self.island, self.incarnation, self.started, RUN, self.islands,
-            settings_of(self.islands, self.codec, self.steps) | {"transport.kind": self.transport_kind}, 0,
+            settings_of(self.islands, self.codec, self.steps)
+            | {"transport.kind": self.transport_kind, "semi_sync.found": self.found},
+            0,
+            found=self.found,
         )  # fmt: skip
         joined = self.transport.join(hello, self.state)
         self.heals += len(joined.heals)

@@ -41,8 +41,9 @@ class Talker:
         self.hub, self.member, self.started = hub, Member(island, incarnation), started
         self.state = fresh_state()
 
-    def hello(self, terms: Terms | None = None) -> dict[str, Any]:
-        return self.hub.join(Hello(self.member, self.started, terms or terms_of(), 0, self.state.describe()))
+    def hello(self, terms: Terms | None = None, overdue: bool = False) -> dict[str, Any]:
+        state = self.state.describe()
+        return self.hub.join(Hello(self.member, self.started, terms or terms_of(), 0, state, overdue))
 
     def join(self, **changed: Any) -> dict[str, Any]:
         """Until it is told to wait or to take; it brings what it is asked for. changed: settings."""

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpointer import CheckpointManager
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer import MODEL, CheckpointManager
 
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.observe.events import write_json
@@ -52,6 +54,10 @@ class IslandCheckpointManager(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
+        if not self._is_finite():
+            # Older checkpoints are pruned for newer ones: this one would cost the last from which the island can go on.
+            logger.warning("step %d is not saved: the model has values that are not finite", curr_step)
+            return False
         began = time.monotonic()
         folder = Path(self._create_checkpoint_id(curr_step))
         description, tensors = self.outer_state()
@@ -63,15 +69,31 @@ class IslandCheckpointManager(CheckpointManager):
             self.saved(str(folder), time.monotonic() - began)
         return saved
 
+    @torch.no_grad()
+    def _is_finite(self) -> bool:
+        """Whether all parameters and buffers of the model are, on all ranks; the same answer on each."""
+        flag, device = True, torch.device("cpu")
+        for part in self.states[MODEL].model:
+            for tensor in (*part.parameters(), *part.buffers()):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                device = local.device
+                if local.is_floating_point() and flag:
+                    flag = bool(torch.isfinite(local).all())
+        if not (dist.is_available() and dist.is_initialized()):
+            return flag
+        agreed = torch.tensor(int(flag), device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        return bool(agreed)
+
     def save_for_drain(self, step: int) -> bool:
-        """Save ``step`` now, whatever the interval, and wait until it is on disk. True if it is."""
+        """Save ``step`` now, whatever the interval, and wait until it is on disk. True if it is (which a NaN forbids)."""
         if not self.enable or self.load_only:
             return False
         if self._saved_at != step:
             self._drain_at = step
             self.save(step)
         self.maybe_wait_for_saving()
-        return True
+        return self._saved_at == step
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *arguments: Any, **named: Any) -> None:
         """As upstream. Raises UserError, on all ranks, where some part of it is damaged, missing, or of another model."""

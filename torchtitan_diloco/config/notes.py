@@ -118,6 +118,11 @@ def notes(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
             and key not in _WITHOUT_EXCHANGE
             and not origin.startswith(DEFAULT)
         ]
+    if c.semi_sync.found == "any" and c.semi_sync.num_islands > 1:
+        found.append(
+            'semi_sync.found = "any": an island that meets nobody within lighthouse.patience_s founds the run alone; when '
+            "islands meet that have done so apart, the history with more committed tokens goes on and the other is put aside"
+        )
     if not c.checkpoint.enable:
         found.append("checkpoint.enable = false: a stopped run cannot be continued")
     elif c.checkpoint.last_save_model_only:

@@ -221,6 +221,9 @@ class SemiSyncConfig:
     """Slots in a row that may fail, with steps to merge, before the island ends with the reason; 0 = any number."""
     num_islands: int = 1
     """How many islands found the run; with more than four, each merges a slice of every fragment for all."""
+    found: Literal["wait_all", "majority", "any"] = "wait_all"
+    """Who founds the run where `num_islands` are not there within lighthouse.patience_s: nobody (islands then end, and can be
+    resumed), more than half of them, or whoever is there."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """Outer optimizer."""
     merge: MergeConfig = field(default_factory=MergeConfig)

@@ -91,6 +91,7 @@ _MEANINGLESS_IN_LOCKSTEP: dict[str, Any] = {
     "semi_sync.codec.rounding": "nearest",
     "semi_sync.codec.block": None,
     "semi_sync.codec.density": None,
+    "semi_sync.found": "wait_all",
     "transport.kind": "gloo",
     "transport.max_rate": 0.0,
     "transport.streams": None,

@@ -20,6 +20,7 @@ from torchtitan_diloco.exchange.control import PEER_TIMEOUT_S, PeerClient
 from torchtitan_diloco.exchange.membership import Membership, Peer
 from torchtitan_diloco.exchange.taking import StateTaker
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Waiting
+from torchtitan_diloco.outer.founding import awaited, may_found
 from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState
 
@@ -35,15 +36,21 @@ def holders(peers: View) -> View:
     return [p for p in peers if p.phase in ("founder", "ready")]
 
 
-def in_phase(peers: View, phase: str) -> View:
-    return [p for p in peers if p.phase == phase]
+def in_phase(peers: View, *phases: str) -> View:
+    return [p for p in peers if p.phase in phases]
+
+
+def founders(peers: View) -> View:
+    """The islands that wait for a run to be founded."""
+    return in_phase(peers, "joining", "due")
 
 
 class Entry:
     """One island's way in. Its calls block; ``stop`` makes them raise Resumable, as does the end of patience.
 
-    A run is founded when all its islands are present, from the one with the longest history (of equals the lowest id):
-    it becomes the "founder", the others take its state where theirs differs and become "ready", then so does the founder.
+    A run is founded when all its islands are present, or enough of them once one has no patience left and is "due" (see
+    ``outer.founding``), from the one with the longest history (of equals the lowest id): it becomes the "founder", the
+    others take its state where theirs differs and become "ready", then so does the founder.
     Whoever comes later takes the state of the furthest member and becomes "ready".
 
     adopted: called with the state and the step taken from another island. note: called with what is waited for.
@@ -67,6 +74,7 @@ class Entry:
         self._deadline = 0.0
         self._taker = StateTaker()
         self._founding = False
+        self._overdue = False  # the run is founded by fewer islands than it is to have
 
     def join(self, state: OuterState) -> Joined:
         """Raises UserError naming the settings in which this island and another differ."""
@@ -74,6 +82,9 @@ class Entry:
         joined: Joined | None = None
         while joined is None:
             joined = self._found() if self._is_founder() else self._take(state, whole=True)
+        self._adopted(
+            state, joined.step
+        )  # from here on it answers for the slots before this state, and for no others
         self._membership.update(phase="ready")
         self._wait("admission", self._is_admitted)
         # The others ask again only when they have taken in the view that shows us: the next quorum proves they have.
@@ -147,15 +158,17 @@ class Entry:
 
     def _is_founder(self) -> bool:
         """Wait until the run is there, or complete enough to found; whether others found it from this island's state."""
-        count = self._hello.num_islands
+        hello = self._hello
         peers = self._wait(
-            f"{count} islands",
-            lambda peers: bool(holders(peers)) or len(in_phase(peers, "joining")) >= count,
-            lambda peers: self._missing(in_phase(peers, "joining")),
+            awaited(hello.found, hello.num_islands, self._patience_s),
+            self._is_decided,
+            lambda peers: self._missing(founders(peers)),
+            self._press,
         )
         if holders(peers):
             return False
-        first = max(in_phase(peers, "joining"), key=lambda p: (p.tokens_total, p.slot, -p.island))
+        self._overdue = bool(in_phase(peers, "due"))
+        first = max(founders(peers), key=lambda p: (p.tokens_total, p.slot, -p.island))
         if first.island == self._hello.island:
             return True
         # Or until the founder is gone again, and another has to be found.
@@ -165,6 +178,33 @@ class Entry:
             lambda peers: [first.island],
         )
         return False
+
+    def _is_decided(self, peers: View) -> bool:
+        """Whether the run is there, or can be founded by those who are."""
+        hello, present = self._hello, len(founders(peers))
+        overdue = bool(in_phase(peers, "due"))
+        return bool(holders(peers)) or may_found(hello.found, hello.num_islands, present, overdue)
+
+    def _press(self, peers: View) -> bool:
+        """Patience is over: have the run founded by those who are here, if they are enough for that."""
+        hello, present = self._hello, len(founders(peers))
+        if self._membership.seen_as("due") or not may_found(hello.found, hello.num_islands, present, True):
+            return False
+        logger.warning("founding the run without all of its islands (semi_sync.found = %s)", hello.found)
+        self._deadline = time.monotonic() + self._patience_s
+        self._membership.update(phase="due")
+        return True
+
+    def _all_are_in(self, peers: View) -> bool:
+        """On the founder: whether those with whom it founds the run have its state."""
+        hello, ready = self._hello, len(in_phase(peers, "ready"))
+        if ready >= hello.num_islands - 1:
+            return True
+        return (
+            self._overdue
+            and not founders(peers)
+            and may_found(hello.found, hello.num_islands, ready + 1, True)
+        )
 
     def _found(self) -> Joined | None:
         """Be the founder; None when another island was lost in the middle of it."""
@@ -178,9 +218,7 @@ class Entry:
             return None
         self._membership.update(phase="founder")
         self._wait(
-            "the other founders",
-            lambda peers: len(in_phase(peers, "ready")) >= self._hello.num_islands - 1,
-            lambda peers: self._missing(in_phase(peers, "ready")),
+            "the other founders", self._all_are_in, lambda peers: self._missing(in_phase(peers, "ready"))
         )
         return Joined(self._hello.step)
 
@@ -193,9 +231,16 @@ class Entry:
         return [island for island in range(self._hello.num_islands) if island not in present]
 
     def _wait(
-        self, what: str, ready: Callable[[View], bool], whom: Callable[[View], list[int]] = lambda peers: []
+        self,
+        what: str,
+        ready: Callable[[View], bool],
+        whom: Callable[[View], list[int]] = lambda peers: [],
+        press: Callable[[View], bool] = lambda peers: False,
     ) -> View:
-        """Wait until the membership view satisfies ``ready``. whom: the islands that it depends on, where these are known."""
+        """Wait until the membership view satisfies ``ready``. whom: the islands that it depends on, where these are known.
+
+        press: at the end of patience; whether there is more of it.
+        """
         since = time.time()
         membership = self._membership
         while True:
@@ -214,7 +259,7 @@ class Entry:
             )
             if self._stop.is_set():
                 raise Resumable(f"stopped while waiting for {what}")
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > self._deadline and not press(peers):
                 raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {what}; {why}")
 
     # ---- state of others -------------------------------------------------------------------------------------------

@@ -89,7 +89,6 @@ class GlooTransport(Transport):
         self._hello = hello
         self._me = Member(hello.island, hello.incarnation)
         self._protocol = SlotProtocol(self._me, self._merge)
-        self._protocol.skip_to(state.slot)
         self._server = ControlServer(
             self._host, self._port, hello.run_id, hello.settings, self._deliver, self._first_with
         )
@@ -118,6 +117,7 @@ class GlooTransport(Transport):
             hello, self._members, self._lighthouse.patience_s, self._stop, self._adopted, self._note
         )
         if hello.finished:
+            self.publish(state)
             everybody = set(range(hello.num_islands))
             return self._entry.serve(lambda: self._behind(everybody))
         return self._entry.join(state)

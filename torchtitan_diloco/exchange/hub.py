@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.exchange.deal import Merge
 from torchtitan_diloco.exchange.hub_link import HubLink, Link
+from torchtitan_diloco.exchange.hub_words import HUB_SOURCE, Offer, Taken
 from torchtitan_diloco.exchange.messages import Outcome
 from torchtitan_diloco.exchange.pace import TokenBucket
 from torchtitan_diloco.exchange.taking import StateTaker
@@ -31,6 +32,7 @@ from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.slot import Record
 from torchtitan_diloco.hub.terms import Terms
 from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.outer.founding import may_found
 from torchtitan_diloco.outer.outcome import Settlement
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep
@@ -45,29 +47,6 @@ ASK_AGAIN_S = 0.5  # while the hub has nothing new
 SLOWEST_RETRY_S = 5.0
 STREAMS = 8  # connections for bulk, where the settings do not say
 PASSES = 3  # how often a joiner takes what the run has committed while it took the state
-
-
-@dataclass(slots=True)
-class Offer:
-    header: Header
-    payload: torch.Tensor
-    outer_step: OuterStep
-    began: float
-    withdrawn: bool = False
-    merged: Upload | None = None  # as far as it has come
-
-
-HUB_SOURCE = -1
-"""In a heal event, in the place of an island's number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """settled: what was taken holds all slots that this island takes no part in."""
-
-    joined: Joined
-    settled: bool
-    version: int
 
 
 @register_transport("hub")
@@ -97,6 +76,7 @@ class HubTransport(Transport):
         self._step = 0
         self._link: Link | None = None
         self._joined = False
+        self._overdue = False  # patience is over, and the rule for founding allows fewer islands
         self._state = StateTaker()
 
     def _require_address(self) -> None:
@@ -163,8 +143,23 @@ class HubTransport(Transport):
                 continue
             self._note(Waiting(str(reply["why"]), began, "the hub says so"))
             if time.monotonic() > deadline:
-                raise Resumable(f"waited {self._patience_s:g} s (lighthouse.patience_s) for {reply['why']}")
+                if not self._can_press(reply.get("founders")):
+                    raise Resumable(
+                        f"waited {self._patience_s:g} s (lighthouse.patience_s) for {reply['why']}"
+                    )
+                self._overdue, deadline = True, time.monotonic() + self._patience_s
+                continue
             self._pause(ASK_AGAIN_S)
+
+    def _can_press(self, founders: int | None) -> bool:
+        """Whether the hub, told that patience is over, may found the run with those who are there (by files it does not say).
+
+        Once only.
+        """
+        hello = self._hello
+        present = hello.num_islands if founders is None else founders
+        fewer = hello.found != "wait_all" and may_found(hello.found, hello.num_islands, present, True)
+        return fewer and not self._overdue
 
     def _introduction(self, state: OuterState) -> dict[str, Any]:
         return {
@@ -172,6 +167,7 @@ class HubTransport(Transport):
             "terms": self._terms.to_json(),
             "step": self._step,
             "state": state.describe(),
+            "overdue": self._overdue,
         }
 
     def _rejoin(self) -> None:

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 class Peer:
     """An island as its last quorum request described it.
 
-    phase: "joining" (not a member), "founder" (its state is what others found from), "ready" (a member), "left" (it may
-    come back one day) or "lost" (something broke there, and it will be back as soon as it can).
+    phase: "joining" (not a member), "due" (nor, and with no patience left to wait for founders), "founder" (its state is
+    what others found from), "ready" (a member), "left" (it may come back one day) or "lost" (something broke there, and it
+    will be back as soon as it can).
     """
 
     island: int

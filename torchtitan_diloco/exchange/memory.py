@@ -6,6 +6,7 @@ faults are scripted per message (a *boundary*), so that every point at which som
 
 import heapq
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,8 @@ from torchtitan_diloco.exchange.messages import Epoch, Message, Outcome
 from torchtitan_diloco.exchange.protocol import SlotProtocol
 from torchtitan_diloco.exchange.traffic import Traffic
 from torchtitan_diloco.exchange.transport import Heal, Hello, Joined, Transport, Waiting, register_transport
+from torchtitan_diloco.outer.founding import awaited, may_found
+from torchtitan_diloco.outer.history import has_more
 from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState, OuterStep, combine
 
@@ -62,8 +65,12 @@ Meeting = tuple[tuple[int, str], Stage]
 class MemoryNet:
     """The network, the clock and the membership of one simulated run."""
 
-    def __init__(self, script: Script | None = None) -> None:
+    def __init__(self, script: Script | None = None, patience_s: float | None = None) -> None:
+        """patience_s: how long islands wait for founders, each in a thread of its own; None: who comes first founds it."""
         self.now = 0.0
+        self.patience_s, self.overdue = patience_s, False
+        self.founders: dict[int, MemoryTransport] = {}
+        self.door = threading.Condition()  # one comes in at a time
         self.script = script or (lambda boundary: Fate())
         self.nodes: dict[int, MemoryTransport] = {}
         self.boundaries = itertools.count()
@@ -208,12 +215,47 @@ class MemoryTransport(Transport):
     offered: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
     ticking: bool = False
+    awaited: Waiting | None = None
     protocol: SlotProtocol = field(init=False)
 
     def join(self, hello: Hello, state: OuterState) -> Joined:
         self.me = Member(hello.island, hello.incarnation)
         self.protocol = SlotProtocol(self.me, self.merge)
         self.state, self.step = state, hello.step
+        with self.net.door:
+            if self.net.patience_s is not None and not hello.finished:
+                self._await_founders(hello, self.net.patience_s)
+            return self._come_in(hello, state)
+
+    def _await_founders(self, hello: Hello, patience_s: float) -> None:
+        """Until the run is there, or this island is to found it. Raises Resumable."""
+        net, rule, islands = self.net, hello.found, hello.num_islands
+        what = awaited(rule, islands, patience_s)
+        since, net.founders[hello.island] = net.now, self
+        try:
+            while not net.nodes:
+                here = net.founders
+                self.awaited = Waiting(what, since, f"islands present: {', '.join(map(str, sorted(here)))}")
+                if may_found(rule, islands, len(here), net.overdue):
+                    if self is max(here.values(), key=lambda n: (*n.rank(), -n.me.island)):
+                        return
+                elif net.now - since > patience_s:
+                    if not may_found(rule, islands, len(here), True):
+                        why = f"for {what}; {self.awaited.why}"
+                        raise Resumable(f"waited {patience_s:g} s (lighthouse.patience_s) {why}")
+                    net.overdue = True
+                net.run(TICK_S)
+                net.door.wait(0.001)
+        finally:
+            self.awaited = None
+            del net.founders[hello.island]
+
+    def rank(self) -> tuple[int, int]:
+        """Of two histories, the one that ranks higher is the run's."""
+        assert self.state is not None
+        return self.state.tokens_total, self.state.slot
+
+    def _come_in(self, hello: Hello, state: OuterState) -> Joined:
         behind = self._others() and not hello.finished
         joined = self._take(state, whole=True) if behind else Joined(hello.step, present=(hello.island,))
         self.protocol.skip_to(state.slot)
@@ -230,10 +272,11 @@ class MemoryTransport(Transport):
     def _take(self, state: OuterState, whole: bool) -> Joined:
         if not self._others():
             raise Resumable("no other island holds the run's state any more")
-        source = max(self._others(), key=lambda n: (n.state.tokens_total, n.state.slot, -n.me.island))  # type: ignore[union-attr]
+        source = max(self._others(), key=lambda n: (*n.rank(), -n.me.island))
         assert source.state is not None
         mine, tensors = state.describe(), state.tensors()
-        description = source.state.describe() if whole else combine(mine, source.state.describe())
+        theirs = source.state.describe()
+        description = theirs if whole and not has_more(mine, theirs) else combine(mine, theirs)
         for i, (wanted, held) in enumerate(zip(description["fragments"], mine["fragments"], strict=True)):
             if wanted != held:
                 suffix = f".{i}"
@@ -276,9 +319,9 @@ class MemoryTransport(Transport):
         self.perform(self.protocol.withdraw())
 
     def waiting(self) -> Waiting | None:
-        waited = self.protocol.waiting_for()
+        waited = self.protocol.waiting_for() if self.awaited is None else None
         if waited is None:
-            return None
+            return self.awaited
         offer, islands = waited
         why = f"{offer.phase.value} of slot {offer.slot}"
         target = tuple(islands) or "membership"

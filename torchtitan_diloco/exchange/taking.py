@@ -7,6 +7,7 @@ import torch
 
 from torchtitan_diloco.exchange.traffic import Moving
 from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.outer.history import has_more
 from torchtitan_diloco.outer.state import OuterState, combine
 
 
@@ -38,6 +39,8 @@ class StateTaker:
         ValueError, and changes nothing, when what has come is damaged; it is all fetched anew next time.
         """
         mine = state.describe()
+        # Who brings more than the run has keeps it: the others will take it in their turn.
+        whole = whole and not has_more(mine, offered["state"])
         description = offered["state"] if whole else combine(mine, offered["state"])
         tensors = state.tensors()
         coming: dict[str, Upload] = {}

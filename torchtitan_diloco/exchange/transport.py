@@ -38,6 +38,11 @@ class Joined:
     heals: tuple[Heal, ...] = ()
     present: tuple[int, ...] = ()
 
+    def as_one_heal(self) -> Heal:
+        """Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal."""
+        size, seconds = sum(heal.bytes for heal in self.heals), sum(heal.seconds for heal in self.heals)
+        return Heal(self.heals[-1].source, size, seconds, self.heals[-1].version)
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -68,7 +73,8 @@ class Hello:
 
     started: epoch seconds at which this incarnation began; the newest of an island counts. num_islands: how many found
     the run. settings: what must agree between islands. step: where in run progress its own state stands. finished: that is
-    the end of the run, and the island is here only for those that have not got there.
+    the end of the run, and the island is here only for those that have not got there. found: how many may found it once
+    patience is over, see ``outer.founding``.
     """
 
     island: int
@@ -79,6 +85,7 @@ class Hello:
     settings: dict[str, Any]
     step: int
     finished: bool = False
+    found: str = "wait_all"
 
 
 class Transport(ABC):

@@ -19,12 +19,13 @@ from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.rules import Rules
 from torchtitan_diloco.hub.seats import Phase, Seat, Seats
 from torchtitan_diloco.hub.shelf import Arrivals, Shelf
-from torchtitan_diloco.hub.slot import Job, Open, Record, can_be_weighed
+from torchtitan_diloco.hub.slot import Job, Open, Record
 from torchtitan_diloco.hub.store import NoStore, Snapshot, Store
 from torchtitan_diloco.hub.terms import Hello, Terms
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.hub.workshop import Workshop
-from torchtitan_diloco.outer.policy import Header, Member, call_roll
+from torchtitan_diloco.outer.history import has_more
+from torchtitan_diloco.outer.policy import Header, Member
 from torchtitan_diloco.outer.state import OuterState
 
 REMEMBERED = 256  # slots whose outcome is kept for those who ask late
@@ -73,11 +74,14 @@ class Hub:
         if seat.phase is Phase.MEMBER:  # said a second time
             return self._offer_state(seat)
         seat.state, seat.step, seat.offered = hello.state, hello.step, False
+        seat.overdue = seat.overdue or hello.overdue
         try:
             if self.state is None:
                 return self._found(seat)
             if not self.seats.members and not self.open:
                 return self._resume(seat)
+            if has_more(seat.state, self.state.describe()):
+                return self._overtake(seat)
         except Refusal as refusal:
             self._drop(self.seats.leave(hello.member, str(refusal)))
             raise
@@ -159,13 +163,13 @@ class Hub:
         self._save(at_once=True)
 
     def _found(self, seat: Seat) -> dict[str, Any]:
-        """The run's first state is that of the island with the longest history, once all are there."""
+        """The run's first state is that of the island with the longest history, once all are there, or enough of them."""
         assert self.terms is not None
-        here = self.seats.of(Phase.JOINING)
-        if len(here) < self.terms.islands:
-            present = ", ".join(str(s.member.island) for s in here)
-            return {"status": "wait", "why": f"{self.terms.islands} islands; islands present: {present}"}
-        first = max(here, key=lambda s: (s.tokens_total, int(s.state["slot"]), -s.member.island))
+        first = self.seats.founder(self.terms.islands, self.terms.found)
+        if first is None:
+            here = self.seats.of(Phase.JOINING)
+            why = f"{self.terms.islands} islands; islands present: {', '.join(str(s.member.island) for s in here)}"
+            return {"status": "wait", "why": why, "founders": len(here)}
         if first is not seat:
             return {"status": "wait", "why": f"island {first.member.island} to bring the run's state"}
         return self._adopt(seat)
@@ -183,6 +187,15 @@ class Hub:
         # What was committed and nobody has taken can be made again.
         self.records = {s: r for s, r in self.records.items() if s < self.state.slot}
         return self._offer_state(seat)
+
+    def _overtake(self, seat: Seat) -> dict[str, Any]:
+        """The run has begun again from less than this island holds: what it brings is the run's, the others take it."""
+        if any(slot.merging for slot in self.open.values()):
+            return {"status": "wait", "why": "the end of a merge, before the hub takes its longer history"}
+        reply = self._adopt(seat)
+        if reply["status"] != "upload":
+            self.open.clear()  # whoever asks for a slot is told that it is behind
+        return reply
 
     def _adopt(self, seat: Seat) -> dict[str, Any]:
         """Make the island's state, where its history is the longer one, the hub's; it has to bring the tensors."""
@@ -378,25 +391,10 @@ class Hub:
 
     def _call(self, slot: Open) -> None:
         assert self.state is not None and self.terms is not None
-        held = self.state.states[slot.fragment]
-        headers = slot.by_island()
-        current = {
-            i: h
-            for i, h in headers.items()
-            if (h.version, h.digest, h.lineage) == (held.version, held.digest, held.lineage)
-        }
-        slot.behind = tuple(sorted(headers.keys() - current.keys()))
-        slot.roll = call_roll(current) if current else None
-        contributors = slot.roll.contributors if slot.roll else ()
-        if can_be_weighed([current[i] for i in contributors], self.terms.settings["semi_sync.merge.weight"]):
-            return
-        if contributors:
-            reason = "the contributors have no tokens to be weighed by"
-        elif any(h.finite for h in current.values()):
-            reason = "no island has made a step since it last applied the fragment"
-        else:
-            reason = "no delta is finite" if current else "no island holds the run's anchor"
-        self._settle(slot, Record(slot.slot, "failed", takers=tuple(sorted(current)), reason=reason))
+        weight = self.terms.settings["semi_sync.merge.weight"]
+        current, reason = slot.call(self.state.states[slot.fragment], weight)
+        if reason:
+            self._settle(slot, Record(slot.slot, "failed", takers=current, reason=reason))
 
     def take_job(self) -> Job | None:
         """The next merge, if its payloads are here. The caller runs it and gives it to ``done``."""

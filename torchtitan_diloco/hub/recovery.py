@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan_diloco.hub.store import Found
+from torchtitan_diloco.outer.history import have_parted, outranks
 from torchtitan_diloco.outer.state import OuterState
 
 RETURN_S = (
@@ -65,8 +66,10 @@ class Recovery:
 def later(state: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
     """Of two descriptions: whether the first holds something committed that is longer history than what the second holds.
 
-    What islands begin with is no history, whichever seed it is from.
+    What islands begin with is no history, whichever seed it is from. Of two that have parted, one is later as a whole.
     """
+    if have_parted(state, than):
+        return outranks(state, than)
     pairs = zip(state["fragments"], than["fragments"], strict=True)
     return any(
         a["version"] > 0 and (a["tokens"], a["version"]) > (b["tokens"], b["version"]) for a, b in pairs

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from torchtitan_diloco.hub.refusal import Refusal
+from torchtitan_diloco.outer.founding import may_found
 from torchtitan_diloco.outer.policy import Member
 
 
@@ -26,9 +27,10 @@ class Seat:
 
     heard: when, on the hub's clock. idle_s: how long its training loop has shown no life. step: of run progress. slot: the
     next of its published state. stepped: when its last known step was made; pace_s: seconds for one, 0 while unknown.
-    first: the slot from which on others wait for it. founder: they do so though it has not been admitted yet. offered:
-    it was told to take the run's state. state: what it came with. lease_s: its own, where signs of life travel as files;
-    nobody waits for one that is excused, until it says something about a slot.
+    first: the slot from which on others wait for it. founder: they do so though it has not been admitted yet. overdue: it has
+    no patience left to wait for founders. offered: it was told to take the run's state. state: what it came with.
+    lease_s: its own, where signs of life travel as files; nobody waits for one that is excused, until it says something about
+    a slot.
     """
 
     member: Member
@@ -42,6 +44,7 @@ class Seat:
     slot: int = 0
     first: int = 0
     founder: bool = False
+    overdue: bool = False
     offered: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
     lease_s: float | None = None
@@ -160,6 +163,13 @@ class Seats:
     def only(self, member: Member) -> bool:
         """Whether no other island is there."""
         return all(s.phase not in PRESENT or s.member.island == member.island for s in self._seats.values())
+
+    def founder(self, islands: int, rule: str) -> Seat | None:
+        """Whose state a run of so many islands begins with; None while too few are there (see ``outer.founding``)."""
+        here = self.of(Phase.JOINING)
+        if not may_found(rule, islands, len(here), any(seat.overdue for seat in here)):
+            return None
+        return max(here, key=lambda s: (s.tokens_total, int(s.state["slot"]), -s.member.island))
 
     def all(self) -> list[Seat]:
         """Of every island that was ever here, in the order of their numbers."""

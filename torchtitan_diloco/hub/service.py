@@ -170,7 +170,9 @@ class Service:
             started = data["started"]
             if type(started) not in (int, float) or not 0 <= started < LARGEST:
                 raise ValueError(f"started is {started!r}")
-            hello = Hello(member, float(started), terms, natural(data, "step"), state)
+            hello = Hello(
+                member, float(started), terms, natural(data, "step"), state, data.get("overdue") is True
+            )
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise Refusal("malformed", f"not a hello: {error!r}") from None
         reply = self.hub.join(hello)

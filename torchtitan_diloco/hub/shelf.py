@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,11 @@ from torchtitan_diloco.hub.far import digest_of, last_read
 from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.hub.workshop import Workshop
+from torchtitan_diloco.outer.history import have_parted, tokens_of
 from torchtitan_diloco.outer.policy import Member
 from torchtitan_diloco.outer.state import OuterState, combine
+
+logger = logging.getLogger(__name__)
 
 SHELVED = 2  # states that joiners may be reading
 UNREAD_S = 30.0  # after which a state that nobody reads is let go
@@ -102,6 +106,12 @@ class Arrivals:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Refusal("refused", f"the state of island {member.island} does not fit: {error}") from error
         self._coming.clear()
+        if have_parted(mine, described):
+            logger.warning(
+                "the state of island %d, with %d committed tokens, takes the place of what this hub held with %d: the two "
+                "histories have parted; islands that hold the other one put it aside when they come",
+                member.island, tokens_of(described), tokens_of(mine),
+            )  # fmt: skip
         return {}
 
     def of(self, member: Member, name: str) -> Upload:

@@ -10,8 +10,8 @@ from torchtitan_diloco.hub.upload import Upload
 from torchtitan_diloco.outer.merge import Contribution, Merged, Weight, weights
 from torchtitan_diloco.outer.merger import Merger
 from torchtitan_diloco.outer.outcome import Settlement
-from torchtitan_diloco.outer.policy import Header, Member, Roll
-from torchtitan_diloco.outer.state import Advance
+from torchtitan_diloco.outer.policy import Header, Member, Roll, call_roll
+from torchtitan_diloco.outer.state import Advance, FragmentState
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,27 @@ class Open:
         self.uploads.pop(member, None)
         self.roll = None
         return True
+
+    def call(self, held: FragmentState, weight: Weight) -> tuple[tuple[int, ...], str]:
+        """Call the roll of those whose delta is based on what the hub holds. Returns who they are, and why the slot fails.
+
+        The latter is empty where it need not.
+        """
+        headers = self.by_island()
+        base = (held.version, held.digest, held.lineage)
+        current = {i: h for i, h in headers.items() if (h.version, h.digest, h.lineage) == base}
+        self.behind = tuple(sorted(headers.keys() - current.keys()))
+        self.roll = call_roll(current) if current else None
+        contributors = self.roll.contributors if self.roll else ()
+        reason = ""
+        if not can_be_weighed([current[i] for i in contributors], weight):
+            if contributors:
+                reason = "the contributors have no tokens to be weighed by"
+            elif any(h.finite for h in current.values()):
+                reason = "no island has made a step since it last applied the fragment"
+            else:
+                reason = "no delta is finite" if current else "no island holds the run's anchor"
+        return tuple(sorted(current)), reason
 
     def standing(self, member: Member, unheard: list[int], nbytes: int) -> dict[str, Any]:
         """What the slot waits for, as this member is told. unheard: islands without a header. nbytes: of a payload."""

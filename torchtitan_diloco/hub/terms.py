@@ -41,6 +41,11 @@ class Terms:
         return int(self.settings["semi_sync.num_islands"])
 
     @property
+    def found(self) -> str:
+        """Which of them may do so once patience is over; islands of earlier versions do not say."""
+        return str(self.settings.get("semi_sync.found", "wait_all"))
+
+    @property
     def _codec(self) -> Codec:
         get = lambda name: self.settings[f"semi_sync.codec.{name}"]
         return make_codec(get("wire"), block=get("block"), density=get("density"), rounding=get("rounding"))
@@ -164,10 +169,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What an island brings; as ``exchange.transport.Hello``, with its outer state described and the terms it knows."""
+    """What an island brings; as ``exchange.transport.Hello``, with its outer state described and the terms it knows.
+
+    overdue: it has waited for others for as long as it has patience.
+    """
 
     member: Member
     started: float
     terms: Terms
     step: int
     state: Mapping[str, Any]
+    overdue: bool = False

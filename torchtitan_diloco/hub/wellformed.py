@@ -67,6 +67,8 @@ def described(state: Any, fragments: int) -> dict[str, Any]:
         natural(entry, "tokens")
         if not (isinstance(entry["lineage"], str) and isinstance(entry["digest"], str)):
             raise ValueError("lineage or digest of the state is no text")
+        if not isinstance(entry.get("trail", ""), str):
+            raise ValueError("the trail of the state is no text")
     for name in state["positions"]:
         natural(state["positions"], name)
     for island, holds in state["members"].items():

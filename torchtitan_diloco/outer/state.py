@@ -11,6 +11,7 @@ import torch
 from torchtitan_diloco.outer import buffers
 from torchtitan_diloco.outer.digest import Checksum, digest, is_finite, link
 from torchtitan_diloco.outer.fragments import Fragment
+from torchtitan_diloco.outer.history import extend, has_more, have_parted, outranks
 from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.pieces import piece_length
@@ -23,7 +24,7 @@ FORMAT = 3
 class FragmentState:
     """One fragment as of its last committed slot. Flat tensors are replaced, never changed in place.
 
-    lineage: hash chain over the fragment's committed slots. tokens: committed into it so far.
+    lineage: hash chain over the fragment's committed slots. tokens: committed into it so far. trail: see ``outer.history``.
     """
 
     anchor: torch.Tensor
@@ -32,6 +33,7 @@ class FragmentState:
     digest: str
     lineage: str = ""
     tokens: int = 0
+    trail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,13 @@ class OuterState:
         old = self.states[fragment]
         lineage = link(old.lineage, slot, fragment, advance.digest, participants, members)
         new = FragmentState(
-            advance.anchor, advance.momentum, old.version + 1, advance.digest, lineage, old.tokens + tokens
+            advance.anchor,
+            advance.momentum,
+            old.version + 1,
+            advance.digest,
+            lineage,
+            old.tokens + tokens,
+            extend(old.trail, lineage),
         )
         self.states[fragment] = new
         self.positions |= positions
@@ -156,7 +164,13 @@ class OuterState:
                 for island, holds in sorted(self.members.items())
             },
             "fragments": [
-                {"version": s.version, "digest": s.digest, "lineage": s.lineage, "tokens": s.tokens}
+                {
+                    "version": s.version,
+                    "digest": s.digest,
+                    "lineage": s.lineage,
+                    "tokens": s.tokens,
+                    "trail": s.trail,
+                }
                 for s in self.states
             ],
         }
@@ -195,6 +209,7 @@ class OuterState:
                     str(entry["digest"]),
                     str(entry["lineage"]),
                     int(entry["tokens"]),
+                    str(entry.get("trail", "")),
                 )
             )
         positions = {str(name): int(position) for name, position in description["positions"].items()}
@@ -230,20 +245,22 @@ def _advance(optimizer: OuterSGD, state: FragmentState, merged: Merged) -> Advan
 def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """What to hold of two descriptions of one run: of each fragment the longer history, as ``policy.call_roll`` ranks them.
 
-    Neither island need be ahead in everything: slots of different fragments commit in any order.
+    Neither island need be ahead in everything: slots of different fragments commit in any order. Where the two histories
+    have parted, all fragments are those of one of them.
     """
+    parted, mine_wins = have_parted(mine, theirs), outranks(mine, theirs)
 
     def rank(entry: Mapping[str, Any]) -> tuple[int, int, str, str]:
         return entry["tokens"], entry["version"], entry["lineage"], entry["digest"]
 
     pairs = list(zip(mine["fragments"], theirs["fragments"], strict=True))
-    ahead = sum(m["tokens"] for m, _ in pairs) > sum(t["tokens"] for _, t in pairs)
+    ahead = mine_wins if parted else has_more(mine, theirs)
     positions = dict(theirs["positions"])
     for name, position in mine["positions"].items():
         positions[name] = max(position, positions.get(name, 0))
     return {
         **theirs,
-        "fragments": [max(pair, key=rank) for pair in pairs],
+        "fragments": [(m if mine_wins else t) if parted else max(m, t, key=rank) for m, t in pairs],
         "positions": positions,
         "members": mine["members"] if ahead else theirs["members"],
         "slot": max(mine["slot"], theirs["slot"]),

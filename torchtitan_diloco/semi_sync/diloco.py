@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from torchtitan_diloco.outer.policy import Header
 from torchtitan_diloco.outer.slots import SlotClock
 from torchtitan_diloco.outer.state import OuterState
 from torchtitan_diloco.outer.values import whole
+from torchtitan_diloco.semi_sync.forks import keeping
 from torchtitan_diloco.semi_sync.fragments import dump, partition
 from torchtitan_diloco.semi_sync.method import SemiSync, Setup, register_semi_sync
 from torchtitan_diloco.semi_sync.share import DataShare
@@ -149,6 +150,7 @@ class DiLoCo(SemiSync):
             settings={**self.setup.settings, "the model's parameters": fingerprint(self.fragments)},
             step=self.clock.progress(step),
             finished=finished,
+            found=self.setup.config.found,
         )
         return self.transport.join(hello, self.outer)
 
@@ -160,7 +162,11 @@ class DiLoCo(SemiSync):
         """Join or heal: train on from the anchors that another island has newer. Returns the step to go on from."""
         outer = self.outer
         before = [(s.digest, s.lineage) for s in outer.states] if outer else []
-        future = in_background(enter, step) if self.group.is_gateway else None
+        future = (
+            in_background(keeping, enter, step, outer, self.state, self.setup.trace)
+            if self.group.is_gateway
+            else None
+        )
         joined = self._wait(partial(self._look, future), self._stop_waiting)
         changed, slot = self.group.tell(
             ([i for i, s in enumerate(outer.states) if (s.digest, s.lineage) != before[i]], outer.slot)
@@ -177,18 +183,12 @@ class DiLoCo(SemiSync):
             if self.group.is_gateway:
                 self.wire.settle(flight.fragment, flight.slot, committed=False, counted=False)
         buffers.release()  # a heal needs more of them at once than slots do
-        self.next_slot = max(self.next_slot, slot)
+        # An island that joins may come from slots that the run, in another history, has yet to attempt.
+        self.next_slot = slot if enter == self._enter else max(self.next_slot, slot)
         if self.hand_over or enter == self._enter:
             self.data.enter(outer, joined.present, healed=bool(changed))
         if joined.heals:
-            # Where the run moved on meanwhile, the state was taken more than once; to the island it is one heal.
-            self.setup.trace.event(
-                "heal",
-                source=joined.heals[-1].source,
-                bytes=sum(heal.bytes for heal in joined.heals),
-                seconds=sum(heal.seconds for heal in joined.heals),
-                version=joined.heals[-1].version,
-            )
+            self.setup.trace.event("heal", **asdict(joined.as_one_heal()))
         return self.clock.own_step(joined.step) if changed else step
 
     def _look(self, future: Future[Joined] | None) -> Joined | None:
@@ -325,13 +325,9 @@ class DiLoCo(SemiSync):
         elif outcome.status == "withdrawn":
             self.withdrawn = True
             self.next_slot = min(self.next_slot, flight.slot)
-        elif not self.group.tell(flight.finite):
-            # Failed, and not finite. Only such state is thrown away: kept, it would fail every slot to come.
-            self.parameters.scatter(
-                self.fragments[index], self.outer.states[index].anchor if self.outer else None
-            )
-            self.steps[index] = self.tokens[index] = 0
-            if self.hand_over:
+        if outcome.status in ("committed", "failed") and not self.group.tell(flight.finite):
+            self._throw_away()
+            if self.hand_over and outcome.status == "failed":
                 self.data.discard(self.outer)
         if self.hand_over:
             self.data.settle(self.outer, outcome)
@@ -339,6 +335,14 @@ class DiLoCo(SemiSync):
             self._trace_round(outcome, index, flight.stall_s + time.monotonic() - began)
         self._require_hope(outcome.reason)
         return step
+
+    def _throw_away(self) -> None:
+        """This island's state is not finite. Only such is thrown away, but all of it: what stayed would spoil the rest."""
+        for i, fragment in enumerate(self.fragments):
+            self.parameters.scatter(fragment, self.outer.states[i].anchor if self.outer else None)
+            self.steps[i] = self.tokens[i] = 0
+        if self.setup.replica is not None:
+            self.setup.replica.drop_moments()
 
     def _require_hope(self, reason: str) -> None:
         """Whatever keeps slots from committing, GPU hours are not spent on it for ever."""

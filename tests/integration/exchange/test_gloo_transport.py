@@ -62,6 +62,7 @@ class Gateway:
         settings: dict[str, object] | None = None,
         step: int = 0,
         finished: bool = False,
+        found: str = "wait_all",
     ) -> Joined:
         hello = Hello(
             self.island,
@@ -72,6 +73,7 @@ class Gateway:
             settings or {"a": 1},
             step,
             finished,
+            found,
         )
         return self.transport.join(hello, self.state)
 

@@ -88,6 +88,7 @@ def test_the_contracted_sections_are_there() -> None:
         "semi_sync.codec.density": None,
         "semi_sync.max_failed_slots": 32,
         "semi_sync.num_islands": 1,
+        "semi_sync.found": "wait_all",
         "semi_sync.outer.name": "sgd",
         "semi_sync.outer.lr": 0.7,
         "semi_sync.outer.momentum": 0.9,

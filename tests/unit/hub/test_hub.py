@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.hub_words import Clock, Talker, a_hub, a_run, commit, fresh_state, merge, terms_of
 from torchtitan_diloco.hub.hub import Hub
@@ -10,6 +11,7 @@ from torchtitan_diloco.hub.refusal import Refusal
 from torchtitan_diloco.hub.slot import Open
 from torchtitan_diloco.hub.store import FileStore
 from torchtitan_diloco.hub.upload import Upload
+from torchtitan_diloco.outer.merge import Merged
 from torchtitan_diloco.outer.optimizer import OuterSGD
 from torchtitan_diloco.outer.policy import call_roll
 from torchtitan_diloco.outer.state import OuterState
@@ -461,3 +463,88 @@ def test_while_others_are_in_the_run_nobody_changes_it() -> None:
     again = Talker(hub, 1, "b", started=2.0)
     with pytest.raises(Refusal, match=r"training.steps: 5000 here, 4000 in the run"):
         again.join(**{"training.steps": 5000})
+
+
+@pytest.mark.parametrize("found, islands, present", [("majority", 3, 2), ("any", 3, 1)])
+def test_when_an_island_has_no_patience_left_enough_of_them_found_the_run(
+    found: str, islands: int, present: int
+) -> None:
+    hub = a_hub()
+    terms = terms_of(islands, **{"semi_sync.found": found})
+    talkers = [Talker(hub, island) for island in range(present)]
+    for talker in talkers:
+        assert f"{islands} islands; islands present: " in talker.hello(terms)["why"]
+    assert talkers[-1].hello(terms, overdue=True)["status"] in ("wait", "upload")
+    assert talkers[0].join(**{"semi_sync.num_islands": islands, "semi_sync.found": found})["status"] == "take"
+    for talker in talkers:
+        talker.enter(**{"semi_sync.num_islands": islands, "semi_sync.found": found})
+    assert sorted(hub.seats.members) == list(range(present))
+
+
+def test_a_minority_does_not_found_the_run_however_long_it_waits() -> None:
+    hub = a_hub()
+    terms = terms_of(3, **{"semi_sync.found": "majority"})
+    reply = Talker(hub, 0).hello(terms, overdue=True)
+    assert reply == {"status": "wait", "why": "3 islands; islands present: 0", "founders": 1}
+
+
+def went_on(state: OuterState, slots: int, tokens: int, island: int) -> OuterState:
+    """A copy that has committed so many slots more, with one island."""
+    state = state.copy()
+    for slot in range(state.slot, state.slot + slots):
+        fragment = slot % len(state.states)
+        change = Merged.of(torch.full((state.fragments[fragment].numel,), 0.1))
+        advance = state.outer_step(fragment, slot)(change)
+        state.commit(slot, fragment, advance, [island], tokens, {}, {island: {}})
+    return state
+
+
+def test_a_newcomer_whose_history_has_more_tokens_than_the_running_one_brings_it_and_the_others_take_it() -> (
+    None
+):
+    """The hub's disk was set back, and island 0 has begun again from there; island 1 was away with what was lost."""
+    hub = a_hub()
+    a, b = a_run(hub)
+    commit(hub, [a, b], 0)
+    hub.leave(b.member, "drain")
+    longer = went_on(b.state, 4, 1000, 1)
+    commit(hub, [a], 1)
+    b = Talker(hub, 1, "again", started=2.0)
+    b.state = longer
+    a.say(2)
+    assert b.join()["status"] == "take"
+    b.take()
+    hub.admit(b.member, b.state.slot)
+    assert hub.state is not None and hub.state.describe()["fragments"] == longer.describe()["fragments"]
+    assert a.outcome(2)["status"] == "behind"
+    a.take()
+    commit(hub, [a, b], hub.state.slot)
+
+
+def test_a_newcomer_whose_parted_history_has_fewer_tokens_takes_the_hubs() -> None:
+    hub = a_hub()
+    a, b = a_run(hub)
+    commit(hub, [a, b], 0)
+    hub.leave(b.member, "drain")
+    shorter = went_on(b.state, 1, 1, 1)
+    commit(hub, [a], 1)
+    b = Talker(hub, 1, "again", started=2.0)
+    b.state = shorter
+    b.enter()
+    assert b.state.describe() == a.state.describe()
+
+
+def test_a_hub_takes_a_longer_history_only_once_the_merge_that_is_under_way_has_ended() -> None:
+    hub = a_hub()
+    a, b = a_run(hub)
+    hub.leave(b.member, "drain")
+    a.say(0)
+    a.send(0)
+    job = hub.take_job()
+    assert job is not None
+    b = Talker(hub, 1, "again", started=2.0)
+    b.state = went_on(b.state, 3, 1000, 1)
+    assert "the end of a merge" in b.join()["why"]
+    job.run()
+    hub.done(job)
+    assert b.join()["status"] == "take"

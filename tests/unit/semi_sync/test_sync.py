@@ -125,7 +125,7 @@ def test_islands_that_begin_with_other_weights_take_those_of_the_lowest_id(addre
     assert equal(*learners, *undisturbed)
 
 
-def test_a_lost_island_comes_back_with_parameters_and_moments_of_the_others(address, tmp_path):
+def test_fr_33_a_lost_island_comes_back_with_parameters_and_moments_of_the_others(address, tmp_path):
     back = Learner(1, address, tmp_path, seed=9, incarnation="second", steps=40, started=1.0)
     thread = threading.Thread(target=back.run, daemon=True)
     alone = threading.Event()
