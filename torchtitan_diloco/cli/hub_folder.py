@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.durable import write_whole
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import UserError, unwritable
 
 OWNER = "run.json"
 STATE, JOURNAL = "state.json", "journal.jsonl"
@@ -60,9 +60,7 @@ def claim(folder: Path, run_id: str, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / OWNER, [json.dumps(asdict(Owner(run_id, name))).encode() + b"\n"])
     except OSError as error:
-        raise UserError(
-            f"the hub's folder {folder} cannot be written: {error.strerror}; give syncer.dir another"
-        ) from None
+        raise unwritable(folder, error, "syncer.dir") from None
 
 
 def set_aside(folder: Path, known: set[str], now: float) -> str:

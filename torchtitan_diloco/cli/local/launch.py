@@ -248,10 +248,11 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             supervisor.kill()
             if companion is not None:
                 companion.end()
-            if server is not None:
-                server.stop()
+            unsaved = server.stop() if server is not None else None
     agreement = anchor_agreement({island.number: island.figures for island in islands})
     print_closing(console, islands, agreement, folder)
+    if unsaved:
+        say(console, unsaved)
     for island in islands:
         if island.phase is Phase.FATAL and island.reason:
             # An island that knows its end gives the reason, and the reason is the user's to put right.
