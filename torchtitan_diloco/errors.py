@@ -12,13 +12,13 @@ class Resumable(Exception):
     """Stopped early with durable state (walltime, drain); commands exit 75."""
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
-    """The one sentence for a run's or an island's folder that cannot be written."""
+def unwritable(path: Path, error: OSError, setting: str = "job.dump_folder") -> UserError:
+    """The one sentence for a folder of a run, an island or a hub that cannot be written."""
     why = (
         "the disk is full"
         if error.errno in (errno.ENOSPC, errno.EDQUOT)
         else (error.strerror or str(error)).lower()
     )
     return UserError(
-        f"job.dump_folder: cannot write {path}: {why}; free some space or set job.dump_folder to a writable folder"
+        f"{setting}: cannot write {path}: {why}; free some space or set {setting} to a writable folder"
     )

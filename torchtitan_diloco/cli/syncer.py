@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_diloco.cli.hub_folder import claim, folder_of
 from torchtitan_diloco.cli.local.command import RUN_ID
 from torchtitan_diloco.cli.overrides import split_overrides
 from torchtitan_diloco.cli.port_file import write_port
@@ -36,11 +37,6 @@ class SyncerOptions:
 
     worker: bool = False
     """Be a worker of a hub on another host, whose syncer.worker_urls has this one's address."""
-
-
-def folder_of(config: RunConfig) -> Path:
-    """Of the hub's durable state."""
-    return Path(config.syncer.dir or Path(config.job.dump_folder) / config.job.name / "syncer")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,10 +94,12 @@ def serve(config: RunConfig, port_file: Path | None) -> None:
         WINDOWS if wait_s is None else 0.0,
     )
     tokens, cert = config.syncer.tokens, config.syncer.cert
+    run_id = os.environ.get(RUN_ID, config.job.name)
+    claim(folder_of(config), run_id, config.job.name)
     server = HubServer(
         host.strip("[]"),
         int(port),
-        os.environ.get(RUN_ID, config.job.name),
+        run_id,
         rules,
         folder_of(config),
         config.syncer.save_every,

@@ -12,6 +12,7 @@ from torchtitan_diloco.config.islands import for_island
 from torchtitan_diloco.config.load import ConfigError, Resolved, load_config
 from torchtitan_diloco.config.paths import absent_paths
 from torchtitan_diloco.config.problems import COMMAND_LINE, DEFAULT
+from torchtitan_diloco.config.reach import NO_SPOOL_FOLDER, no_spool_folder
 from torchtitan_diloco.errors import UserError
 
 USAGE = """usage: torchtitan-diloco validate FILE... [--section.key value ...]
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
     for file in files:
         try:
             loaded.append(load_config(file, overrides).with_model())
+            if no_spool_folder(loaded[-1].config):  # the hub reads the same file, and needs none
+                problems.append(f"{file}: {NO_SPOOL_FOLDER}; set it, here or with --transport.dir")
         except ConfigError as e:
             problems += e.problems
     if problems:

@@ -10,6 +10,9 @@ from torchtitan_diloco.errors import UserError
 
 WAIT_S = 30.0
 """How long an island waits for a Lighthouse that was started with it, or is being started again."""
+NO_SPOOL_FOLDER = (
+    'transport.dir is empty: with transport.kind = "spool" it names the folder that is mirrored to the hub'
+)
 TRY_S = 3.0
 RETRY_S = 0.5
 
@@ -35,6 +38,11 @@ def why_unreachable(address: str, timeout_s: float = TRY_S) -> str:
     return ""
 
 
+def no_spool_folder(config: RunConfig) -> bool:
+    """Whether an island of this configuration would lack the folder that it exchanges through."""
+    return config.transport.kind == "spool" and needs_hub(config) and not config.transport.dir
+
+
 def await_lighthouse(
     config: RunConfig,
     say: Callable[[str], None],
@@ -46,10 +54,8 @@ def await_lighthouse(
 
     Raises UserError when there is none within ``WAIT_S`` or lighthouse.patience_s, whichever is shorter.
     """
-    if config.transport.kind == "spool" and needs_hub(config) and not config.transport.dir:
-        raise UserError(
-            'transport.dir is empty: with transport.kind = "spool" it names the folder that is mirrored to the hub'
-        )
+    if no_spool_folder(config):
+        raise UserError(NO_SPOOL_FOLDER)
     if config.transport.kind == "hub" and needs_hub(config) and not config.transport.urls:
         # Whether it answers is seen when the island joins: a site's proxy may be the only way to it.
         raise UserError(

@@ -139,6 +139,11 @@ RULES: tuple[Rule, ...] = (
         "has more lists than semi_sync.sync_every ({1}), in which each fragment is sent once",
     ),
     _rule(
+        "semi_sync.module_fqns_per_fragment",
+        lambda lists: sum(map(len, map(set, lists or ()))) == len(set().union(*(lists or ()))),
+        "({0}) names a module in two lists; keep it in the list of the fragment that it belongs to",
+    ),
+    _rule(
         "semi_sync.fragments semi_sync.module_fqns_per_fragment",
         lambda fragments, lists: not lists or fragments in (1, len(lists)),
         "({0}) does not go with semi_sync.module_fqns_per_fragment, whose lists are the fragments; keep one of them",

@@ -53,12 +53,13 @@ class Report:
     """What became of the samples.
 
     slot: the last committed one, -1 for none. slots: False where there are none, and ``slot`` is the inner step of the last
-    checkpoint. problems: in what the policy, or the account itself, is broken.
+    checkpoint. empty: no island has entered the run yet. problems: in what the policy, or the account itself, is broken.
     """
 
     slot: int = -1
     slots: bool = True
     lineage: str = ""
+    empty: bool = False
     epochs: list[EpochReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -106,7 +107,7 @@ def audit(accounts: Sequence[Account]) -> Report:
     sources = _sources(accounts, report)
     head = _head(accounts, report)
     if head is None:
-        report.problems.append("no island has entered the run: there is nothing to audit")
+        report.empty = True
         return report
     report.slots = any(account.slots for account in accounts)
     chain, spans = _follow(head, accounts, report)

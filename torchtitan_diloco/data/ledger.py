@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.data.entries import is_entry
+from torchtitan_diloco.durable import open_lines
 
 LEDGER = "ledger.jsonl"
 READING = "reading.json"
@@ -40,11 +41,7 @@ class Ledger:
         self._reading_path = folder / READING
         self._open: dict[str, tuple[int, int]] = {}
         self._lineage = ""
-        torn = _is_torn(self._path)
-        # Line buffered: a kill loses nothing that was written.
-        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - closed by close()
-        if torn:
-            self._file.write("\n")
+        self._file = open_lines(self._path)
         self._reading = os.open(self._reading_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
 
     def begin(self, description: Mapping[str, Any], holds: Mapping[str, str]) -> None:
@@ -114,15 +111,6 @@ class Ledger:
     def _write(self, kind: str, **values: Any) -> None:
         line = {"t": self._clock(), "kind": kind, "island": self.island, **values}
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line was cut off, by a power failure for example."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def read_ledger(path: Path) -> tuple[list[dict[str, Any]], int]:

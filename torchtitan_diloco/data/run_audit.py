@@ -43,6 +43,10 @@ def audit_run(runs: Sequence[Path], *, setting: str = "RUN") -> Report:
             accounts.append(Account(island, entries, read_reading(path.parent / READING), running))
     report = audit(accounts)
     report.notes += notes
+    if report.empty and notes:
+        report.problems.append(
+            "no island has entered the run, by those lines of the ledgers that can be read"
+        )
     return report
 
 
@@ -80,6 +84,8 @@ def _will_go_on(state: Path) -> bool:
 
 def describe(report: Report) -> str:
     """A table of the epochs, then what was lost and why, then what is broken."""
+    if report.empty and report.ok:
+        return "no island has entered the run yet: there is nothing to audit"
     lines = [f"up to slot {report.slot}"] if report.slot >= 0 else ["no slot was committed"]
     if not report.slots:
         lines = ['no slots (semi_sync.method = "none"): a sample is consumed once its inner step is done']

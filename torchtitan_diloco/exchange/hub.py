@@ -14,6 +14,7 @@ from torchtitan_diloco.config.own import IslandConfig, LighthouseConfig, Transpo
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.exchange.chunks import Unreachable
 from torchtitan_diloco.exchange.deal import Merge
+from torchtitan_diloco.exchange.doubt import Doubt, goodbye
 from torchtitan_diloco.exchange.hub_link import HubLink, Link
 from torchtitan_diloco.exchange.hub_words import HUB_SOURCE, Offer, Taken
 from torchtitan_diloco.exchange.messages import Outcome
@@ -54,6 +55,7 @@ class HubTransport(Transport):
     """One gateway's side. Each open slot has a thread, which says everything again until the hub has answered."""
 
     passes = PASSES
+    withdraw_s = 5.0  # see Doubt
 
     def __init__(
         self, island: IslandConfig, lighthouse: LighthouseConfig, transport: TransportConfig, merge: Merge
@@ -78,6 +80,7 @@ class HubTransport(Transport):
         self._joined = False
         self._overdue = False  # patience is over, and the rule for founding allows fewer islands
         self._state = StateTaker()
+        self._doubt = Doubt(self.withdraw_s)
 
     def _require_address(self) -> None:
         if not self._config.urls:
@@ -220,10 +223,7 @@ class HubTransport(Transport):
             return
         self._left.set()
         if self._link is not None:
-            try:
-                self._ask("POST", "/leave", {"reason": reason})
-            except (Unreachable, Refusal, UserError) as error:
-                logger.debug("no goodbye: %s", error)
+            goodbye(lambda: self._ask("POST", "/leave", {"reason": reason}), f"the hub at {self._link.url}")
             self._link.close()
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -268,9 +268,10 @@ class HubTransport(Transport):
             self._news.wait_for(lambda: slot in self._outcomes or self._fault is not None, timeout=timeout_s)
             if self._fault is not None:
                 raise self._fault
-            return self._outcomes.pop(slot, None)
+            return self._outcomes.pop(slot, None) or self._doubt.give_up(slot, self._waiting)
 
     def withdraw(self) -> None:
+        self._doubt.begin()
         for offer in list(self._offers.values()):
             offer.withdrawn = True
 

@@ -16,6 +16,7 @@ class SpoolTransport(HubTransport):
     """The slots, the joining and the healing are those of ``HubTransport``; only the link differs."""
 
     notes_s = NOTES_S
+    withdraw_s = 10.0  # a mirror that is there takes some seconds, each way
     passes = 1  # what the run has committed meanwhile, the island learns with its first slot
 
     def __init__(

@@ -23,7 +23,6 @@ from torchtitan_diloco.outer.policy import Member
 ASK_S = 2.0  # how long a question waits for its answer before it says that there is none yet
 LOOK_S = 0.25  # between two looks at the folder
 NOTES_S = 10.0  # between two signs of life
-WITHDRAW_S = 30.0  # an island that is to stop waits no longer for the hub to let it go
 
 Answer = dict[str, Any]
 
@@ -36,7 +35,6 @@ class Request:
     sequence: int
     body: dict[str, Any]
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
     sent: bool = False
     lost: bool = False
     answer: Message | None = None
@@ -289,11 +287,6 @@ class SpoolLink:
         if contribution.answer is not None:
             self._drop(withdrawal)
             return self._outcome(slot, 0.0)
-        if message is None and time.monotonic() - request.since > WITHDRAW_S:
-            # Should the hub have counted the contribution, it is with this island as if it had been killed after sending.
-            with self._lock:
-                self._drop(kind, withdrawal)
-            return {"status": "withdrawn"}
         if message is None:
             raise Unreachable(f"the hub's answer to the withdrawal from slot {slot} is on its way")
         with self._lock:

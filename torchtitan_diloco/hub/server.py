@@ -80,6 +80,8 @@ class HubServer:
             self._socket.close()
             try:
                 self.store.close()
+            except UserError as error:
+                self._fault = self._fault or error
             finally:
                 if self._crew is not None:
                     self._crew.close()

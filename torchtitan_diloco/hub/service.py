@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from torchtitan_diloco.errors import Resumable
+from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.hub.access import ISLANDS, OPERATORS, READERS, Access
 from torchtitan_diloco.hub.bulk import body_of, chunk_of, problem, query, take_chunk
 from torchtitan_diloco.hub.dial import EPOCH, INCARNATION, ISLAND, RUN
@@ -125,7 +125,7 @@ class Service:
                 response.headers["retry-after"] = str(math.ceil(refusal.retry_s))
         except ClientDisconnect:
             response = problem("the request was cut off", "malformed", 400)
-        except (Fenced, Resumable, OSError) as error:  # nothing can be made durable any more
+        except (Fenced, Resumable, UserError, OSError) as error:  # nothing can be made durable any more
             self._stop(error)
             response = problem(str(error), "broken", 503)
         response.headers[EPOCH] = str(self.hub.store.epoch)

@@ -21,6 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 import xxhash
 
 from torchtitan_diloco.durable import write_whole
-from torchtitan_diloco.errors import UserError
+from torchtitan_diloco.errors import UserError, unwritable
 from torchtitan_diloco.hub.far import digest_of
 from torchtitan_diloco.hub.parts import Parts, fragment_of
 from torchtitan_diloco.hub.slot import Record
@@ -74,7 +75,7 @@ class Store(ABC):
 
     @abstractmethod
     def commit(self, record: Record, members: Sequence[int]) -> None:
-        """A slot is settled. It is on the disk when this returns. Raises Fenced."""
+        """A slot is settled. It is on the disk when this returns. Raises Fenced, or UserError where the disk refuses."""
 
     @abstractmethod
     def save(self, run: Snapshot, at_once: bool = False) -> None:
@@ -85,7 +86,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """What was given to ``save`` is on the disk when this returns."""
+        """What was given to ``save`` is on the disk when this returns. Raises UserError where it could not be written."""
 
 
 class NoStore(Store):
@@ -126,15 +127,14 @@ class FileStore(Store):
             self._count = self._lines[-1]["number"] + 1 if self._lines else 0
             self._journal = open(folder / "journal.jsonl", "ab")  # noqa: SIM115 - open as long as the hub is
         except OSError as error:
-            raise UserError(
-                f"the hub's folder {folder} cannot be written: {error.strerror}; give syncer.dir another"
-            ) from None
+            raise unwritable(folder, error, "syncer.dir") from None
         self._versions = -1  # committed versions in the last save that was asked for
         self._pending: dict[str, Any] | None = None  # the next manifest
         self._unwritten: dict[str, tuple[str, torch.Tensor]] = {}  # file -> tensor's name, and tensor
         self._news = threading.Condition()
         self._closed = False
         self._fault: BaseException | None = None
+        self._unsaved: UserError | None = None  # why the last save has failed
         self._known: dict[str, dict[str, Any]] = {}  # files that are there, as the manifest describes them
         self._thread = threading.Thread(target=self._run, daemon=True, name="hub-store")
         self._thread.start()
@@ -151,7 +151,11 @@ class FileStore(Store):
             ) from None
 
     def _check_epoch(self) -> None:
-        if (found := (self._folder / "epoch").read_bytes()) != self._mine.encode():
+        try:
+            found = (self._folder / "epoch").read_bytes()
+        except OSError as error:
+            raise unwritable(self._folder, error, "syncer.dir") from None
+        if found != self._mine.encode():
             who = found.decode(errors="replace").partition(" ")[0]
             raise Fenced(f"another hub, number {who}, was started on {self._folder}")
 
@@ -223,9 +227,12 @@ class FileStore(Store):
     def commit(self, record: Record, members: Sequence[int]) -> None:
         self._check_epoch()
         line = {"number": self._count, "record": record.to_json(), "members": list(members)}
-        self._journal.write(_with_checksum(line) + b"\n")
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        try:
+            self._journal.write(_with_checksum(line) + b"\n")
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
+        except OSError as error:
+            raise unwritable(self._folder, error, "syncer.dir") from None
         self._count += 1
         self._check_epoch()  # a hub that was started meanwhile may have read the journal without this line
 
@@ -273,9 +280,16 @@ class FileStore(Store):
                     self._write(file, name, tensor)
                     del tensor
                 self._publish(manifest)
-            except OSError as error:
+                self._unsaved = None
+            except (OSError, UserError) as error:
                 # The state before it is still whole, and the journal says what is missing.
-                logger.error("the state of slot %d could not be saved: %s", manifest["state"]["slot"], error)
+                named = (
+                    error if isinstance(error, UserError) else unwritable(self._folder, error, "syncer.dir")
+                )
+                self._unsaved = named
+                logger.error(
+                    "the state of slot %d is not saved: %s", manifest["state"]["slot"], self._unsaved
+                )
             except BaseException as error:  # noqa: BLE001 - raised at the next save
                 self._fault = error
                 return
@@ -304,7 +318,10 @@ class FileStore(Store):
             self._closed = True
             self._news.notify_all()
         self._thread.join()
-        self._journal.close()
+        with suppress(OSError):  # what it could not take before: nobody has learnt of that slot
+            self._journal.close()
+        if self._unsaved is not None:
+            raise self._unsaved
 
 
 def _with_checksum(content: dict[str, Any]) -> bytes:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan_diloco.durable import open_lines
+
 logger = logging.getLogger(__name__)
 
 INCARNATION = "TORCHTITAN_DILOCO_INCARNATION"
@@ -35,8 +37,7 @@ class Trace:
         self._file = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            # Line buffered: a kill loses nothing that was written, and readers see whole lines.
-            self._file = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115
+            self._file = open_lines(folder / "events.jsonl")
 
     def event(self, event: str, **fields: Any) -> None:
         if self._file is None:

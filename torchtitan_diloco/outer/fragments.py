@@ -153,7 +153,11 @@ def by_layer(specs: Sequence[TensorSpec], count: int, strided: bool) -> tuple[Fr
     numbers = {spec.name: int(m[1]) for spec in specs if (m := LAYER.search(spec.name))}
     layers = sorted(set(numbers.values()))
     if len(layers) < count:
-        raise ValueError(f"there are {len(layers)} layers for {count} fragments")
+        most = f"use at most {len(layers)}, or " if layers else "set "
+        raise ValueError(
+            f'there are {len(layers)} layers for {count} fragments; {most}semi_sync.fragment_by = "tensor", which cuts any '
+            "model"
+        )
     place = {layer: (i % count if strided else i * count // len(layers)) for i, layer in enumerate(layers)}
     bins: list[list[Rows]] = [[] for _ in range(count)]
     for spec, start, stop in _whole(specs):
@@ -169,19 +173,24 @@ def by_modules(specs: Sequence[TensorSpec], modules: Sequence[Sequence[str]]) ->
     Raises ValueError naming a tensor that is in no list or in two, or a module that is no part of the model.
     """
     bins: list[list[Rows]] = [[] for _ in modules]
-    used: set[str] = set()
+    named = [m for names in modules for m in names]
+    # First, since what a misspelled name leaves out would else be blamed for it.
+    if unknown := [m for m in named if not any(f"{spec.name}.".startswith(f"{m}.") for spec in specs)]:
+        there = ", ".join(dict.fromkeys(spec.name.partition(".")[0] for spec in specs))
+        raise ValueError(
+            f"the model has no module {', '.join(unknown)}; its modules are {there} and what is in them, such as layers.0"
+        )
     for spec, start, stop in _whole(specs):
         owners = [
             (i, m) for i, names in enumerate(modules) for m in names if f"{spec.name}.".startswith(f"{m}.")
         ]
-        if len({i for i, _ in owners}) != 1:
-            where = "no fragment" if not owners else f"fragments {sorted({i for i, _ in owners})}"
-            raise ValueError(f"{spec.name} is in {where}")
-        used |= {m for _, m in owners}
+        if not owners:
+            module = spec.name.rpartition(".")[0] or spec.name
+            raise ValueError(f"{spec.name} is in no fragment; name its module, {module}, in one of the lists")
+        if len(places := sorted({i for i, _ in owners})) > 1:
+            by = " and ".join(dict.fromkeys(m for _, m in owners))
+            raise ValueError(f"{spec.name} is in fragments {places}, by {by}; keep it in one of the lists")
         bins[owners[0][0]].append((spec, start, stop))
-    unknown = [m for names in modules for m in names if m not in used]
-    if unknown:
-        raise ValueError(f"the model has no module {', '.join(unknown)}")
     return _checked(bins)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -341,14 +340,14 @@ async def other_member(one: Side) -> None:
         await one.turn()
 
 
-def test_an_island_that_is_to_stop_does_not_wait_for_a_mirror_that_is_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(spool_link, "WITHDRAW_S", 0.1)
+def test_what_an_island_that_leaves_has_sent_is_taken_back_where_no_mirror_has_come_for_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(spool_link, "ASK_S", 0.05)
     one = Side(tmp_path)
     one.link.ask("POST", "/slots/0/header", one.header().to_json())
     one.link.put("/slots/0/payload", one.wire.encode(0, 0, Flat(torch.ones(SIZE))), [], lambda size: None)
     with pytest.raises(Unreachable):
         one.link.ask("POST", "/slots/0/withdraw")
-    time.sleep(0.1)
-    assert one.link.ask("POST", "/slots/0/withdraw") == {"status": "withdrawn"}
-    assert list(folders(tmp_path, RUN)[0].iterdir()) == []
+    one.link.ask("POST", "/leave", {"reason": "drain"})
+    assert [path.name.split(".")[0] for path in folders(tmp_path, RUN)[0].iterdir()] == ["leave"]

@@ -126,6 +126,19 @@ def test_a_file_that_names_no_model_is_not_trained_with_the_default_one(
         assert f"{file}: valid" in out and err == ""
 
 
+def test_validate_refuses_a_spool_without_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nname = "llama3"\nflavor = "debugmodel"\n[semi_sync]\nmethod = "diloco"\n[transport]\nkind = "spool"\n'
+    )
+    assert cli.dispatch(["validate", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file}: transport.dir is empty: ") and "--transport.dir" in said
+    assert cli.dispatch(["validate", str(file), "--transport.dir", "/spool"]) == 0
+
+
 def test_validate_without_a_file_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.dispatch(["validate", "--training.steps", "3"]) == 2
     assert "usage: torchtitan-diloco validate FILE..." in capsys.readouterr().err

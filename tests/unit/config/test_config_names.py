@@ -79,6 +79,16 @@ def test_a_setting_that_the_codec_does_not_have_is_refused(
     assert found.startswith(f"FILE:3: semi_sync.codec.{blamed}: {says}")
 
 
+def test_a_module_in_two_fragments_is_refused(tmp_path: Path) -> None:
+    (found,) = problems(
+        tmp_path, '[semi_sync]\nmodule_fqns_per_fragment = [["layers.0"], ["layers.0", "norm"]]\n'
+    )
+    assert found == (
+        "FILE:2: semi_sync.module_fqns_per_fragment: ([['layers.0'], ['layers.0', 'norm']]) names a module in two lists; "
+        "keep it in the list of the fragment that it belongs to"
+    )
+
+
 def test_a_number_of_fragments_beside_lists_that_say_another_is_refused(tmp_path: Path) -> None:
     text = '[semi_sync]\nfragments = 4\nmodule_fqns_per_fragment = [["a"], ["b"]]\n'
     (found,) = problems(tmp_path, text)

@@ -45,6 +45,32 @@ def edit(run: Path, line: int, *keys: str, value: Any = None) -> None:
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
+def never_joined(folder: Path) -> Path:
+    """A run whose island was started, and has not entered it."""
+    ledger = Ledger(folder / "island-0", 0, clock=lambda: 0.0)
+    ledger.begin({"seed": 0, "sources": {"a": {"path": "p", "samples": 4, "shards": 2}}}, {"a": "0-1"})
+    ledger.close()
+    return folder
+
+
+def test_a_run_that_nobody_has_entered_yet_is_not_called_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch(["data", "audit", str(never_joined(tmp_path / "run"))]) == 0
+    assert capsys.readouterr().out == "no island has entered the run yet: there is nothing to audit\n"
+
+
+def test_nor_is_it_taken_for_one_where_lines_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = never_joined(tmp_path / "run")
+    with (run / "island-0" / LEDGER).open("a") as file:
+        file.write("{damaged\n")
+    assert dispatch(["data", "audit", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "1 lines cannot be read" in out and "the account is broken" in out
+
+
 def test_a_whole_ledger_is_accounted_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dispatch(["data", "audit", str(run), str(run / ".." / "run")]) == 0  # twice the same counts once
     assert "every sample was consumed at most once" in capsys.readouterr().out

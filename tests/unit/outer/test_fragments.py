@@ -177,11 +177,28 @@ LLAMA = specs_of(tok_embeddings__weight=(40, 4), layers__0__w=(4, 4), layers__1_
 @pytest.mark.parametrize(
     "lists, message",
     [
-        ([["tok_embeddings"], ["layers.0", "layers.1"]], "norm.weight is in no fragment"),
-        ([["tok_embeddings", "layers", "norm"], ["layers.1"]], r"layers.1.w is in fragments \[0, 1\]"),
-        ([["tok_embeddings", "norm"], ["layers"], ["lm_head"]], "the model has no module lm_head"),
+        (
+            [["tok_embeddings"], ["layers.0", "layers.1"]],
+            "norm.weight is in no fragment; name its module, norm, in",
+        ),
+        (
+            [["tok_embeddings", "layers", "norm"], ["layers.1"]],
+            r"layers.1.w is in fragments \[0, 1\], by layers and layers.1; keep it in one",
+        ),
+        (
+            [["tok_embeddings", "norm"], ["layers.0"], ["layers.0", "layers.1"]],
+            r"layers.0.w is in fragments \[1, 2\], by layers.0; keep it in one of the lists",
+        ),
+        (
+            [["tok_embeddings", "norm"], ["layers"], ["lm_head"]],
+            "the model has no module lm_head; its modules are tok_embeddings, layers, norm and what is in them",
+        ),
+        ([["nosuch"]], "the model has no module nosuch; its modules are tok_embeddings"),
         ([["tok_embeddings", "norm", "layers"], []], "fragment 1 of 2 would be empty; use fewer fragments"),
-        ([["tok_embeddings", "norm", "layers.", "layer"]], "layers.0.w is in no fragment"),
+        (
+            [["tok_embeddings", "norm", "layers.", "layer"]],
+            "the model has no module layers., layer; its modules are",
+        ),
     ],
 )
 def test_explicit_lists_that_are_wrong_say_what(lists, message):

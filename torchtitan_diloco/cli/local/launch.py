@@ -10,6 +10,7 @@ from typing import Protocol
 from rich.console import Console
 
 from torchtitan_diloco.cli import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
+from torchtitan_diloco.cli.hub_folder import folder_of, set_aside
 from torchtitan_diloco.cli.local.checks import require_free_port, require_full_batches
 from torchtitan_diloco.cli.local.command import (
     INCARNATION,
@@ -159,8 +160,26 @@ def _settle(
         earlier=decision.earlier if decision.plan is Plan.CONTINUE else None,
         now=time.time(),
     )
+    if word := _settle_hub(config, str(record["run_id"]), decision):
+        say(console, word)
     folder.write(config_text, record)
     return str(record["run_id"])
+
+
+def _settle_hub(config: RunConfig, run_id: str, decision: Decision) -> str:
+    """What an earlier run's hub has left outside of the run folder must not become this run's. Returns words for people."""
+    meeting = meeting_place(config)
+    if meeting is None or meeting.name != "hub":
+        return ""
+    if meeting.address:
+        if decision.plan is not Plan.ASIDE:
+            return ""
+        return (
+            f"the hub at {meeting.address} (transport.urls) knows the run by its name, {config.job.name}: if it has state of "
+            "the earlier one, this one goes on from that; give another --job.name, or start the hub with an empty syncer.dir"
+        )
+    known = {run_id, config.job.name} if decision.plan is Plan.CONTINUE else {run_id}
+    return set_aside(folder_of(config), known, time.time())
 
 
 def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int:
@@ -229,10 +248,11 @@ def _supervise(folder: Path, request: Request, run_id: str, edges: Edges) -> int
             supervisor.kill()
             if companion is not None:
                 companion.end()
-            if server is not None:
-                server.stop()
+            unsaved = server.stop() if server is not None else None
     agreement = anchor_agreement({island.number: island.figures for island in islands})
     print_closing(console, islands, agreement, folder)
+    if unsaved:
+        say(console, unsaved)
     for island in islands:
         if island.phase is Phase.FATAL and island.reason:
             # An island that knows its end gives the reason, and the reason is the user's to put right.

@@ -27,13 +27,14 @@ _MARK = "TORCHTITAN_DILOCO_SERVER"
 class Kind:
     """A sort of server. command: its sub-command and options, but for address and port file. bind: the option for them.
 
-    setting: the key that gives islands its address.
+    setting: the key that gives islands its address. saves: whether it has a state to save when it ends.
     """
 
     name: str
     command: Sequence[str]
     bind: str
     setting: str
+    saves: bool = False
 
 
 def lighthouse(*, join_timeout_s: float, heartbeat_timeout_s: float) -> Kind:
@@ -51,7 +52,9 @@ def hub(folder: Path) -> Kind:
     open_to_all = [
         word for key in ("cert", "key", "tokens", "worker_urls") for word in (f"--syncer.{key}", "")
     ]
-    return Kind("hub", ["syncer", str(folder / CONFIG), *open_to_all], "--syncer.bind", "transport.urls")
+    return Kind(
+        "hub", ["syncer", str(folder / CONFIG), *open_to_all], "--syncer.bind", "transport.urls", True
+    )
 
 
 class LocalServer:
@@ -95,16 +98,25 @@ class LocalServer:
         if self._child.poll() is None:
             os.kill(self._child.pid, number)
 
-    def stop(self) -> None:
-        """In good order, if it ends in time: a hub saves what it holds."""
-        if self._child.poll() is None:
+    def stop(self) -> str | None:
+        """In good order, if it ends in time: a hub saves what it holds. Returns what people should know of that."""
+        ran = self._child.poll() is None
+        if ran:
             with suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGTERM)  # it alone: what it has started ends after it
         deadline = self._now() + STOP_WAIT_S
         while self._child.poll() is None and self._now() < deadline:
             time.sleep(0.02)
+        code = self._child.poll()
         self._child.kill_tree()
         self._port_file.unlink(missing_ok=True)  # of one that was started again
+        if code == 0 or not ran or not self._kind.saves:
+            return None
+        how = f"ended with code {code}" if code is not None else f"was killed after {STOP_WAIT_S:.0f} s"
+        return (
+            f"the {self._kind.name} {how}, so its last state may not be saved; islands bring theirs when the run goes on; "
+            f"last line of {self._child.log}:\n{self._child.log_tail(1)}"
+        )
 
     @property
     def _port_file(self) -> Path:
