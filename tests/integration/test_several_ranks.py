@@ -101,7 +101,7 @@ def test_a_shard_that_is_not_what_its_placements_say_is_refused_on_every_rank(fo
 
 
 @pytest.mark.parametrize("method", ["none", "diloco"])
-def test_two_ranks_of_our_trainer_train_as_two_of_torchtitans_to_the_bit(method, folder):
+def test_fr_59_two_ranks_of_our_trainer_train_as_two_of_torchtitans_to_the_bit(method, folder):
     theirs, ours = facts(folder, "torchtitan"), facts(folder, method)
     assert [rank["class"] for rank in theirs + ours] == ["Trainer"] * 2 + ["DiLoCoTrainer"] * 2
     assert theirs[0]["steps"] == ours[0]["steps"] == len(ours[0]["logged"]) == TRAINING["steps"]
@@ -113,7 +113,7 @@ def test_two_ranks_of_our_trainer_train_as_two_of_torchtitans_to_the_bit(method,
 
 
 @pytest.mark.parametrize("method", ["none", "diloco"])
-def test_one_rank_of_our_trainer_trains_as_torchtitans_to_the_bit(method, tmp_path):
+def test_fr_59_one_rank_of_our_trainer_trains_as_torchtitans_to_the_bit(method, tmp_path):
     results = []
     for name in (None, method):
         with tiny.single_rank():

@@ -17,6 +17,7 @@ from torchtitan_diloco.cli.local.launch import RUN_ID
 from torchtitan_diloco.cli.local.server import Kind, LocalServer
 from torchtitan_diloco.cli.local.supervisor import Island, Phase, Supervisor
 from torchtitan_diloco.cli.stop import StopRequests
+from torchtitan_diloco.durable import open_lines
 from torchtitan_diloco.observe.goodput import Happened
 from torchtitan_diloco.observe.injection import INJECT
 
@@ -175,7 +176,7 @@ class Chaos:
             self._stop.receive()
 
     def _write(self, entry: dict[str, object]) -> None:
-        with (self._folder / RECORD).open("a") as file:
+        with open_lines(self._folder / RECORD) as file:
             file.write(json.dumps(entry) + "\n")
 
 
