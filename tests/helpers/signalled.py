@@ -25,8 +25,8 @@ STEPS, MORE, LONG_S = 100_000, 2, 60.0
 
 @dataclass(frozen=True)
 class Stopped:
-    """after_s: from the first inner step to the signal. twice: a second one came 10 ms later. codes: of the process and of the
-    one that went on; steps: those it made. saved: step of the checkpoint that the first left."""
+    """after_s: from the first inner step to the signal. twice: a second one came 10 ms later. codes: of the process and of
+    the one that went on; steps: those it made. saved: step of the checkpoint that the first left."""
 
     after_s: float
     twice: bool
