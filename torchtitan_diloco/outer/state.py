@@ -110,15 +110,9 @@ class OuterState:
         """
         old = self.states[fragment]
         lineage = link(old.lineage, slot, fragment, advance.digest, participants, members)
-        new = FragmentState(
-            advance.anchor,
-            advance.momentum,
-            old.version + 1,
-            advance.digest,
-            lineage,
-            old.tokens + tokens,
-            extend(old.trail, lineage),
-        )
+        trail = extend(old.trail, lineage)
+        counted = (old.version + 1, advance.digest, lineage, old.tokens + tokens, trail)
+        new = FragmentState(advance.anchor, advance.momentum, *counted)
         self.states[fragment] = new
         self.positions |= positions
         if self.hand_over:
