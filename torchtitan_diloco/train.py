@@ -16,6 +16,7 @@ from torchtitan_diloco.config.timeouts import timeouts
 from torchtitan_diloco.config.translate import island_folder
 from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.lease import Held, Lease
+from torchtitan_diloco.island.misfortune import misfortune
 from torchtitan_diloco.observe.events import INCARNATION, Trace
 from torchtitan_diloco.observe.reading import read_state
 from torchtitan_diloco.observe.stacks import StackWriter
@@ -80,23 +81,25 @@ def say(words: str) -> None:
     sys.stderr.flush()
 
 
-def report(error: UserError, resolved: Resolved | None) -> None:
-    """Say what is wrong, once and durably."""
+def report(error: Exception, resolved: Resolved | None, kind: str, message: str) -> None:
+    """Say what is wrong, once and durably. kind: of the `error` event; "config" is an error that another start would meet."""
     # TorchTitan's trainer left the stack trace there, for torchrun to repeat below our sentence.
     if trace_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(trace_file).unlink(missing_ok=True)
-    if int(os.environ.get("RANK", "0")) == 0:
-        sys.stderr.write(f"error: {error}\n")
-        if resolved is not None and not isinstance(error, Held):  # its folder is another's
-            with suppress(OSError):  # of a folder that cannot be written
-                trace = Trace(
-                    Path(island_folder(resolved.config)),
-                    resolved.config.island.id,
-                    os.environ[INCARNATION],
-                )
-                trace.event("error", kind="config", message=str(error))
-                trace.state("fatal", str(error))
-                trace.close()
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first or kind != "config":  # all ranks meet an error of the configuration, a full disk perhaps one
+        say(f"error: {message}")
+    if first and resolved is not None and not isinstance(error, Held):  # its folder is another's
+        with suppress(OSError):  # of a folder that cannot be written
+            trace = Trace(
+                Path(island_folder(resolved.config)),
+                resolved.config.island.id,
+                os.environ[INCARNATION],
+            )
+            trace.event("error", kind=kind, message=message)
+            if kind == "config":
+                trace.state("fatal", message)
+            trace.close()
 
 
 def end(code: int) -> NoReturn:
@@ -150,8 +153,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         train(trainer_config(resolved))
     except UserError as error:
-        report(error, resolved)
+        report(error, resolved, "config", str(error))
         code = 2
+    except Exception as error:
+        what = misfortune(error, island_folder(resolved.config)) if resolved is not None else None
+        if what is None:
+            raise
+        report(error, resolved, what.kind, what.sentence)
+        code = 1
     finally:
         if lease is not None:
             lease.release()

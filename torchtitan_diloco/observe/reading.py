@@ -141,10 +141,10 @@ class IslandFigures:
                 self.current_step = int(event.get("step") or 0)
                 self._counted = max(self._counted, self.current_step)
                 self.taken_from = event.get("source", self.taken_from)
-            elif kind == "error":
+            elif kind == "error" and event.get("kind") != "fork":  # that ends nothing
                 self.error = str(event.get("message") or event.get("kind") or "")
             elif kind == "start":
-                self.ended = False
+                self.ended, self.error = False, ""
             elif kind == "end":
                 self.ended = True
                 self.current_step = int(event.get("step") or self.current_step)

@@ -133,3 +133,47 @@ def test_settings_are_told_from_the_commands_own_options() -> None:
     )
     assert own == ["f.toml", "--ranks", "2", "--fresh"]
     assert overrides == ["--training.steps", "5", "--debug.deterministic", "--optimizer.lr=1e-3"]
+
+
+def why(folder: Path, log: str, *events: dict[str, object]) -> str:
+    """What is said of an island that has ended with code 1, after these lines of its log and these events."""
+    folder.mkdir(exist_ok=True)
+    said: list[str] = []
+    island = Island(0, 1, folder)
+
+    class Dead(DyingChild):
+        def log_tail(self) -> str:
+            return log
+
+    def start(island: Island) -> DyingChild:
+        with (folder / "events.jsonl").open("a") as file:
+            for event in events:
+                file.write(json.dumps({"t": 1000.0, "step": 0, "incarnation": "i", **event}) + "\n")
+        return Dead()
+
+    clock = Clock()
+    Supervisor(
+        [island],
+        start=start,  # type: ignore[arg-type]
+        max_restarts=0,
+        stop=StopRequests(),
+        tell=said.append,
+        now=clock.now,
+        sleep=clock.sleep,
+    ).run()
+    (words,) = said
+    return words
+
+
+def test_an_island_that_ended_is_told_with_its_own_word_the_signal_or_its_log(tmp_path: Path) -> None:
+    killed = "  exitcode  : -9 (pid: 71)\n  traceback : Signal 9 (SIGKILL) received by PID 71\n=====\n"
+    full = {"event": "error", "kind": "disk", "message": "job.dump_folder: the disk is full"}
+    fork = {"event": "error", "kind": "fork", "message": "a history of its own"}
+    assert why(tmp_path / "a", killed).endswith(
+        "a rank of it (process 71) was ended by SIGKILL; its log is island.log"
+    )
+    assert why(tmp_path / "b", killed, full).endswith("given up; job.dump_folder: the disk is full")
+    assert why(tmp_path / "c", "boom").endswith("last lines of island.log:\nboom")
+    assert why(tmp_path / "d", "boom", fork).endswith("last lines of island.log:\nboom")
+    # What an earlier incarnation has said is not this one's.
+    assert why(tmp_path / "e", "boom", full, {"event": "start"}).endswith("last lines of island.log:\nboom")

@@ -1,6 +1,7 @@
 """Keeps the islands of a local run going: start, bounded restart, drain, stop. It decides; the view speaks."""
 
 import contextlib
+import re
 import secrets
 import signal
 import time
@@ -28,6 +29,10 @@ FATAL_GRACE_S = 15.0
 """How long the other islands may take to save once the run is lost."""
 DRAIN_LIMIT_S = 300.0
 """How long islands may take by default to finish a step, save and leave: a frozen rank would keep its island for ever."""
+
+
+KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID (\d+)")
+"""What torchrun says of a rank that a signal has ended (torch 2.14.1)."""
 
 
 class Phase(StrEnum):
@@ -265,7 +270,7 @@ class Supervisor:
             return
         island.failures += 1
         island.reason = f"ended with {_ending(code)}"
-        tail = f"last lines of {island.child.log}:\n{island.child.log_tail()}"
+        tail = _cause(island)
         if island.failures > self._max_restarts:
             island.phase = Phase.FAILED
             self._tell(
@@ -285,6 +290,17 @@ class Supervisor:
         island.figures.ended = False
         island.phase = Phase.STARTING
         island.child = self._start_child(island)
+
+
+def _cause(island: Island) -> str:
+    """Why it has ended, as far as that is known: in its own words, in torchrun's, or the end of its log."""
+    assert island.child is not None
+    if island.figures.error:
+        return island.figures.error
+    lines = island.child.log_tail()
+    if killed := KILLED.search(lines):
+        return f"a rank of it (process {killed[2]}) was ended by {killed[1]}; its log is {island.child.log}"
+    return f"last lines of {island.child.log}:\n{lines}"
 
 
 def _ending(code: int) -> str:
