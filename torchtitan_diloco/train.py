@@ -18,6 +18,7 @@ from torchtitan_diloco.errors import UserError
 from torchtitan_diloco.island.lease import Held, Lease
 from torchtitan_diloco.island.misfortune import misfortune
 from torchtitan_diloco.observe.events import INCARNATION, Trace
+from torchtitan_diloco.observe.logs import hush_clients
 from torchtitan_diloco.observe.reading import read_state
 from torchtitan_diloco.observe.stacks import StackWriter
 from torchtitan_diloco.process import die_with_parent
@@ -118,8 +119,7 @@ def train(trainer_config: Any) -> None:
 
     init_logger()
     logging.getLogger("torchtitan_diloco").setLevel(logging.INFO)
-    for noisy in ("httpx", "httpcore"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    hush_clients()
     structured_logger.init_structured_logger(
         source="training",
         output_dir=trainer_config.dump_folder,

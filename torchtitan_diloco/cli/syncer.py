@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torchtitan_diloco.config.load import load_config
 from torchtitan_diloco.config.schema import RunConfig
 from torchtitan_diloco.errors import Resumable, UserError
 from torchtitan_diloco.listening import is_loopback
+from torchtitan_diloco.observe.logs import log_to_stderr
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     own, overrides = split_overrides(argv)
     options = tyro.cli(SyncerOptions, args=own, prog="torchtitan-diloco syncer")
     config = load_config(options.file, overrides).config
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr()
     (serve_as_worker if options.worker else serve)(config, options.port_file)
     return 0
 

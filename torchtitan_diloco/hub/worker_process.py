@@ -1,7 +1,6 @@
 """A worker that listens: by itself on another host, or as a child of the hub's process, which it does not outlive."""
 
 import json
-import logging
 import os
 import secrets
 import signal
@@ -22,9 +21,8 @@ from torchtitan_diloco.hub.tls import check_certificate, client_context
 from torchtitan_diloco.hub.tokens import read_secret, read_tokens
 from torchtitan_diloco.hub.worker import WorkerService
 from torchtitan_diloco.listening import bind, url_of
+from torchtitan_diloco.observe.logs import log_to_stderr
 from torchtitan_diloco.process import die_with_parent
-
-LOG = "%(asctime)s %(levelname)s %(message)s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,7 @@ def main() -> None:
     die_with_parent(parent=told["parent"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG)
+    log_to_stderr()
     answer = sys.stdout.buffer
     try:
         server = WorkerServer(Place(**told["place"]), told["secret"])
