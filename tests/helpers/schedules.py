@@ -334,7 +334,9 @@ class Schedule:
         assert max(consumed.values(), default=0) <= 1, "a sample entered the anchor twice"
         live = {a.method.outer.lineage for a in self.actors.values() if a.alive and a.method.outer}
         if self.finished():
-            assert live == {report.lineage}
+            # One that came with more of a history of its own when no slot was left has met nobody who would take it.
+            unmet = any(a.outcome is None for a in self.actors.values() if a.alive)
+            assert report.lineage in live and (len(live) == 1 or unmet)
         for row in report.epochs:
             ids = {s for s in consumed if s[:2] == (row.source, row.epoch)}
             assert row.consumed == len(ids), row

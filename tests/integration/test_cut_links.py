@@ -201,7 +201,8 @@ def test_fr35_a_bulk_cut_once_is_tried_again_and_both_commit_the_same_bits(light
 def test_fr35_a_bulk_cut_in_every_try_changes_nothing_on_either_island(lighthouse, overlap, tmp_path):
     plant, cuts = cut_bulk(1000)
     islands = run(lighthouse, tmp_path, overlap, plant)
-    assert len(cuts) == 3 and min(cuts) >= 1, "three tries are all a slot gets"
+    # A try that a new membership broke before it could be cut is one of them.
+    assert 1 <= len(cuts) <= 3 and min(cuts) >= 1, "three tries are all a slot gets"
     events = check_same_bits(islands)
     for island, mine in zip(islands, events, strict=True):
         assert not mine[SLOT]["committed"] and mine[SLOT]["bytes_sent"] > 0

@@ -249,8 +249,9 @@ def combine(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
 
     pairs = list(zip(mine["fragments"], theirs["fragments"], strict=True))
     ahead = mine_wins if parted else has_more(mine, theirs)
-    positions = dict(theirs["positions"])
-    for name, position in mine["positions"].items():
+    # What was read in a history that is not continued has not been read.
+    positions = dict(mine["positions"] if parted and mine_wins else theirs["positions"])
+    for name, position in ({} if parted else mine["positions"]).items():
         positions[name] = max(position, positions.get(name, 0))
     return {
         **theirs,

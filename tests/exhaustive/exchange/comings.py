@@ -24,7 +24,7 @@ from torchtitan_diloco.exchange.attempt import Phase as Open
 from torchtitan_diloco.exchange.memory import DETECT_S, Boundary, Fate, MemoryNet, MemoryTransport
 from torchtitan_diloco.exchange.messages import Epoch, Message
 from torchtitan_diloco.outer.policy import Member
-from torchtitan_diloco.outer.state import OuterState
+from torchtitan_diloco.outer.state import FragmentState, OuterState
 
 KINDS = ("crash", "freeze", "leave", "partition", "cut", "join")
 """crash: its memory is gone. freeze: it stands still, its sockets open. leave: in good order, to come back with what it has
@@ -222,6 +222,8 @@ class Traffic(Simulation):
         """(incarnation, fragment, lineage) of what an island had committed when it fell silent, or with what it had heard
         by then: where its confirmation was lost with a link, the others have done without it. What it commits once it is back
         has to be theirs again."""
+        self.split = False
+        """Whether one was cut off: of what it and the others have done meanwhile, the history with more tokens goes on."""
         self.unapplied: set[tuple[int, int]] = set()
         """(incarnation, slot) of what of that it had not applied yet."""
         self.leaving: dict[int, float] = {}  # who leaves -> seconds until it comes back
@@ -284,6 +286,9 @@ class Traffic(Simulation):
             return  # one such at a time: a run is to go on after it
         if event.kind in ("freeze", "cut") and any(actor.done() for actor in self.actors.values()):
             return  # there would be no slot in which it learns what the others have done
+        epoch = victim.transport.protocol.epoch
+        if event.kind == "cut" and (epoch is None or len(epoch.members) == 1):
+            return  # alone already, it would go on by itself, and so would others: two histories, see test_forks
         if event.kind == "crash" and not weather.within_reach(victim.transport.me):
             return  # the run's state would be gone with it
         self.hits[event.kind, event.phase] += 1
@@ -294,13 +299,14 @@ class Traffic(Simulation):
         self.quiet = max(self.quiet, self.net.now + event.seconds + DETECT_S)
         if event.kind in ("freeze", "cut"):
             for fragment, state in enumerate(victim.state.states):
-                self.own.add((victim.incarnation, fragment, state.lineage))
+                self.set_apart(victim, fragment, state)
             self.unapplied |= {(victim.incarnation, slot) for slot in victim.transport.outcomes}
         if event.kind == "crash":
             self.net.crash(island)
         elif event.kind == "freeze":
             weather.freeze(victim.transport, event.seconds)
         elif event.kind == "cut":
+            self.split = True
             weather.cut_off(victim.transport, event.seconds)
         elif event.kind == "partition":
             others = [i for i in sorted(self.net.nodes) if i != island]
@@ -337,15 +343,32 @@ class Traffic(Simulation):
         super().start(island)
 
     def outside(self, actor: Actor, fragment: int) -> bool:
+        if self.split:
+            return True
         return (actor.incarnation, fragment, actor.state.states[fragment].lineage) in self.own
+
+    def set_apart(self, actor: Actor, fragment: int, state: FragmentState) -> None:
+        """Should the others do without it, the history with more tokens goes on, be it this or theirs."""
+        self.own.add((actor.incarnation, fragment, state.lineage))
+        self.healed(actor, fragment)
+
+    def healed(self, actor: Actor, fragment: int) -> None:
+        """What it held before is nobody's by it any more: perhaps several versions, where it had just joined."""
+        for (of, _), digests in self.account.holders.items():
+            if of == fragment:
+                for holders in digests.values():
+                    holders.discard(actor.incarnation)
 
     def applied(self, actor: Actor, slot: int, fragment: int) -> None:
         if (actor.incarnation, slot) in self.unapplied or actor.island in self.weather.cut:
-            self.own.add((actor.incarnation, fragment, actor.state.states[fragment].lineage))
+            self.set_apart(actor, fragment, actor.state.states[fragment])
 
     def check_progress(self) -> None:
         super().check_progress()
         self.own.clear()
+        if self.split:  # whatever there was, in the end there is one history
+            self.split = False
+            self.account.holders.clear()
         self.check()
 
     def leaves(self, island: int) -> bool:

@@ -181,6 +181,7 @@ class Actor:
         for fragment, held in enumerate(self.state.states):
             if held.lineage != before[fragment]:
                 self.wire.reset(fragment)
+                self.sim.healed(self, fragment)
         self.steps = {}
         for dropped in [s for s in self.sent if s < self.state.slot]:
             del self.sent[dropped]
@@ -249,6 +250,9 @@ class Simulation:
     def leaves(self, island: int) -> bool:
         """Whether it is about to leave in good order: it begins nothing any more."""
         return False
+
+    def healed(self, actor: Actor, fragment: int) -> None:
+        """An island holds another's history of the fragment from now on."""
 
     def applied(self, actor: Actor, slot: int, fragment: int) -> None:
         """An island has committed a slot and taken its outer step."""
