@@ -223,7 +223,8 @@ class Traffic(Simulation):
         by then: where its confirmation was lost with a link, the others have done without it. What it commits once it is back
         has to be theirs again."""
         self.split = False
-        """Whether one was cut off: of what it and the others have done meanwhile, the history with more tokens goes on."""
+        """Whether one was cut off, or frozen with more than the others: of what either does then, the history with more
+        tokens goes on."""
         self.unapplied: set[tuple[int, int]] = set()
         """(incarnation, slot) of what of that it had not applied yet."""
         self.leaving: dict[int, float] = {}  # who leaves -> seconds until it comes back
@@ -247,6 +248,10 @@ class Traffic(Simulation):
     # ---- what befalls whom -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
+        awake = [actor.state.slot for actor in self.living()]
+        for node in self.net.nodes.values():
+            if node.me in self.weather.frozen and node.state and awake and node.state.slot > max(awake):
+                self.split = True  # those who could go on from what it holds are gone
         super().check()
         for actor in self.living():
             settled = not actor.transport.protocol.offers and not actor.healing
