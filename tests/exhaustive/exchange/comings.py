@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.exhaustive.exchange.fault_schedules import explain
+from tests.exhaustive.exchange.fault_schedules import explain, less_of
 from tests.exhaustive.exchange.simulation import (
     FP32,
     LOSSY,
@@ -193,15 +193,7 @@ class Comings:
         """With one thing less, the most wanted first."""
         for i in range(len(self.events)):
             yield replace(self, events=self.events[:i] + self.events[i + 1 :])
-        if self.islands > 1:
-            yield replace(self, islands=self.islands - 1)
-        if self.fragments > 1:
-            fragments = self.fragments - 1
-            yield replace(self, fragments=fragments, overlap=min(self.overlap, fragments - 1))
-        if self.overlap:
-            yield replace(self, overlap=self.overlap - 1)
-        if self.slots > 1:
-            yield replace(self, slots=self.slots - 1)
+        yield from less_of(self, 1)
         if self.lossy:
             yield replace(self, lossy=False)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tests.exhaustive.exchange.simulation import FP32, LOSSY, USUAL_S, Simulation
 from torchtitan_diloco.exchange.memory import Boundary, Fate
@@ -142,6 +142,7 @@ class Runnable(Protocol):
 
 
 R = TypeVar("R", bound=Runnable)
+S = TypeVar("S", bound=Any)  # a dataclass with islands, fragments, overlap and slots
 
 
 def error_of(schedule: Runnable) -> Exception | None:
@@ -158,7 +159,12 @@ def smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield replace(schedule, faults={n: f for n, f in schedule.faults.items() if n != number})
     if schedule.more:
         yield replace(schedule, more=schedule.more - 1)
-    if schedule.islands > 2:
+    yield from less_of(schedule, 2)
+
+
+def less_of(schedule: S, least_islands: int) -> Iterator[S]:
+    """With one island, fragment, slot of overlap or slot less."""
+    if schedule.islands > least_islands:
         yield replace(schedule, islands=schedule.islands - 1)
     if schedule.fragments > 1:
         fragments = schedule.fragments - 1
